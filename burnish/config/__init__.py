@@ -3,6 +3,7 @@
 from burnish.config.settings import (
     Algo,
     Checkpoint,
+    EvalSampling,
     Evaluate,
     Kl,
     Lora,
@@ -18,6 +19,6 @@ from burnish.config.settings import (
 )
 
 __all__ = [
-    "Algo", "Checkpoint", "Evaluate", "Kl", "Lora", "Model", "Monitor", "Optim", "Reward", "Sampling", "Scratch",
+    "Algo", "Checkpoint", "EvalSampling", "Evaluate", "Kl", "Lora", "Model", "Monitor", "Optim", "Reward", "Sampling", "Scratch",
     "Settings", "Tasks", "Train",
 ]

@@ -53,6 +53,12 @@ class Sampling(Strict):
         return self
 
 
+class EvalSampling(Sampling):
+    """As sampling, but the most probable token is taken unless a temperature is given."""
+
+    temperature: NonNegativeFloat = 0.0
+
+
 class Scratch(Strict):
     """A transformer with random weights and a tokenizer of single characters, for tests and tasks that need no pretraining."""
 
@@ -181,7 +187,7 @@ class Evaluate(Strict):
     every_steps: NonNegativeInt = 0
     """0: only before and after training."""
     samples_per_task: PositiveInt = 1
-    sampling: Sampling = Sampling(temperature=0.0)
+    sampling: EvalSampling = EvalSampling()
     success_reward: float = 1.0
     """A sample counts as correct when its reward is at least this."""
 
