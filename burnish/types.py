@@ -110,6 +110,7 @@ class Row:
     tokens: tuple[int, ...]        # [T]
     sampled: tuple[bool, ...]      # [T]
     logp_gen: tuple[float, ...]    # [T]
+    logp_ref: tuple[float, ...] | None  # [T] nats under the reference; None where the algorithm has none
     adv: float                     # advantage, the same for each sampled token
     reward: float
 

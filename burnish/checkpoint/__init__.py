@@ -1,0 +1,5 @@
+"""Checkpoints: atomic, checksummed, safetensors and one small state file."""
+
+from burnish.checkpoint.folder import Checkpoint, CheckpointError, newest, prune, read, write
+
+__all__ = ["Checkpoint", "CheckpointError", "newest", "prune", "read", "write"]

@@ -1,0 +1,44 @@
+"""What is trained on and what is dropped, each drop by a named rule and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from burnish.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Groups for the update, and how many rollouts were dropped by which rule."""
+
+    groups: tuple[Group, ...]
+    dropped: Mapping[str, int]
+
+
+def keep(groups: Sequence[Group], *, constant_groups: str = "keep") -> Kept:
+    """Rules: not_scored (the reward is None), no_tokens (the policy wrote nothing), constant_group (all rewards of the
+    group are equal; only with constant_groups "drop"). Everything else stays, in order.
+    """
+    dropped: Counter[str] = Counter()
+    kept = []
+    for group in groups:
+        scored = []
+        for item in group.scored:
+            if item.reward is None:
+                dropped["not_scored"] += 1
+            elif not item.rollout.num_sampled:
+                dropped["no_tokens"] += 1
+            else:
+                scored.append(item)
+        if constant_groups == "drop" and is_constant([s.reward for s in scored]):
+            dropped["constant_group"] += len(scored)
+        elif scored:
+            kept.append(Group(group.task, tuple(scored)))
+    return Kept(tuple(kept), dict(dropped))
+
+
+def is_constant(rewards: Sequence[float]) -> bool:
+    """No two samples differ, so a group baseline gives every one of them the advantage 0."""
+    return len(rewards) < 2 or max(rewards) == min(rewards)

@@ -1,0 +1,56 @@
+"""What training changes: weights, Adam's moments, counters, the KL coefficient. All of it is saved and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.penalties import KlController
+from burnish.models.policy import Policy
+from burnish.trainer.precision import Weights
+
+
+@dataclass(slots=True)
+class TrainState:
+    policy: Policy
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    kl: KlController | None = None
+    step: int = 0                  # steps finished
+    updates: int = 0               # optimizer updates tried, skipped ones included
+    skipped: int = 0               # updates skipped because something was not finite
+    skipped_in_a_row: int = 0
+    version: int = 0               # of the weights; one more with each update that moved them
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """File name -> tensors by parameter name."""
+        names = {id(m): name for name, m in self.weights.masters.items()}
+        moments = {
+            f"{names[id(master)]}/{key}": value
+            for master, entry in self.optimizer.state.items()
+            for key, value in entry.items()
+        }
+        return {"weights": {n: m.detach() for n, m in self.weights.masters.items()}, "adam": moments}
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
+            "version": self.version, "kl_coef": self.kl.coef if self.kl else None,
+        }
+
+    def restore(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+        self.weights.load(tensors["weights"])
+        masters = self.weights.masters
+        self.optimizer.state.clear()
+        for key, value in tensors["adam"].items():
+            name, _, moment = key.rpartition("/")
+            master = masters[name]
+            entry = self.optimizer.state[master]
+            entry[moment] = value.clone() if moment == "step" else value.to(master.device, copy=True)
+        for name in ("step", "updates", "skipped", "skipped_in_a_row", "version"):
+            setattr(self, name, numbers[name])
+        if self.kl is not None and numbers["kl_coef"] is not None:
+            self.kl.coef = numbers["kl_coef"]
