@@ -1,0 +1,90 @@
+"""Text and messages to tokens, and names of end tokens to ids."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.types import Message, Prompt
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Tokens of a prompt, at least one.
+
+    Plain text is encoded as it stands, after a begin token where the tokenizer adds one, and never an end token after it.
+    Messages go through the tokenizer's chat template up to where the assistant begins to write.
+    Raises ValueError for a missing template, a message without text, or a text that the tokenizer cannot write.
+    """
+    if not isinstance(prompt, str):
+        return _encode_messages(tokenizer, prompt)
+    tokens = _encode(tokenizer, prompt)
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokens[:1] != [bos] and tokenizer.encode(prompt)[:1] == [bos]:
+        tokens = [bos, *tokens]
+    if not tokens:
+        raise ValueError("an empty prompt gives the model nothing to continue; give it a text")
+    return tokens
+
+
+def encode_reply(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of an environment's reply between turns of plain text: as it stands, no begin or end token."""
+    return _encode(tokenizer, text)
+
+
+def end_token_ids(tokenizer: Any, end_tokens: tuple[str, ...] | None) -> tuple[int, ...]:
+    """Ids of the named end tokens, each one token of the vocabulary; None: the tokenizer's own end token.
+
+    A name is a token of the vocabulary (<|im_end|>) or a text that is exactly one token ("\\n"). Raises ValueError for others.
+    """
+    if end_tokens is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer names no end token; name the tokens that end a turn in sampling.end_tokens")
+        return (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys(_token_id(tokenizer, name) for name in end_tokens))
+
+
+def _token_id(tokenizer: Any, name: str) -> int:
+    vocab = tokenizer.get_vocab()
+    if name in vocab:
+        return vocab[name]
+    try:
+        tokens = tokenizer.encode(name, add_special_tokens=False)
+    except Exception:   # a character outside of the vocabulary
+        tokens = []
+    if len(tokens) == 1 and tokenizer.decode(tokens) == name:
+        return tokens[0]
+    near = difflib.get_close_matches(name, tokenizer.all_special_tokens, 3, 0.4) or difflib.get_close_matches(name, vocab, 3)
+    hint = f"; near it are {near}" if near else ""
+    raise ValueError(f"sampling.end_tokens: {name!r} is not one token of the model's vocabulary, but {len(tokens)}{hint}")
+
+
+def _encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    if not tokenizer.chat_template:
+        raise ValueError("the prompt is a list of messages, but the model's tokenizer has no chat template; give the prompt as text")
+    if not messages:
+        raise ValueError("the prompt is an empty list of messages; give at least one")
+    for message in messages:
+        if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a message needs a role and a content that are texts; found {message!r}")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:   # templates raise what they like, such as jinja's TemplateError for a role they do not know
+        raise ValueError(f"the model's chat template refuses the roles {[m['role'] for m in messages]}: {error}") from error
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:   # tokenizers raises a plain Exception for a character outside of its vocabulary
+        unknown = [c for c in sorted(set(text)) if not _encodes(tokenizer, c)]
+        raise ValueError(f"the model's tokenizer has no token for {unknown or text[:80]!r}: {error}") from error
+
+
+def _encodes(tokenizer: Any, text: str) -> bool:
+    try:
+        tokenizer.encode(text, add_special_tokens=False)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Loading, running and writing models."""
