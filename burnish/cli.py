@@ -48,7 +48,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", show_default=False, help="A shipped recipe by name, or a YAML file; not with --resume.")
+        str | None,
+        typer.Argument(metavar="RECIPE", show_default=False, help="A shipped recipe by name, or a YAML file; not with --resume."),
     ] = None,
     sets: SetOption = None,
     out: Annotated[
@@ -127,7 +128,9 @@ def recipes() -> None:
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The folder of a run, finished or not.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The folder of a run, finished or not.")],
+) -> None:
     """Write report.html of a run anew.
 
     \b

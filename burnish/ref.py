@@ -114,6 +114,7 @@ class Ref:
 
     def _hint(self, module: Any, name: str) -> str:
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and _is_from(v, module)]
+        own = list(dict.fromkeys([*own, *getattr(module, "__all__", ())]))
         if near := difflib.get_close_matches(name, own, 1):
             return f"; did you mean {near[0]!r}?"
         if ":" in self.path:

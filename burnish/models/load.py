@@ -19,7 +19,7 @@ from burnish.models.adapters import add_lora
 from burnish.models.files import quiet
 from burnish.models.records import Facts, Loaded, ModelError, first_line, nearest
 
-__all__ = ["Facts", "Loaded", "ModelError", "inspect", "load"]
+__all__ = ["Facts", "Loaded", "ModelError", "inspect", "load", "load_tokenizer"]
 
 UNBOUNDED_TOKENS = 1 << 20      # context of a model that names no limit, such as one without positions
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -65,6 +65,19 @@ def inspect(model: Model, *, cache_dir: Path | None = None) -> Facts:
                 return gguf.facts(where, source=source)
             where = folder
         return _facts(_load_config(where), _load_tokenizer(where), source)
+
+
+def load_tokenizer(model: Model, *, cache_dir: Path | None = None) -> Any | None:
+    """The tokenizer alone; None for a GGUF file that is not in the cache yet, where it would take most of a minute."""
+    with quiet():
+        if model.scratch is not None:
+            return scratch.build_tokenizer(model.scratch.alphabet)
+        where, _ = _find(model.path)
+        if isinstance(where, Path) and where.is_file():
+            where = gguf.cache_folder(where, cache_dir)
+            if not where.is_dir():
+                return None
+        return _load_tokenizer(where)
 
 
 def _facts(config: PreTrainedConfig, tokenizer: Any, source: str) -> Facts:

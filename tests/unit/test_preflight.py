@@ -1,0 +1,187 @@
+import re
+import sys
+
+import pytest
+
+from burnish.config.errors import SettingsError
+from burnish.config.load import load_recipe
+from burnish.plan.preflight import check, examine
+
+RECIPE = """\
+name: tiny
+model:
+  scratch:
+    alphabet: "0123456789> "
+    config: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2,
+             max_position_embeddings: 32}
+tasks:
+  source: {ref: copy_digits, length: 2}
+  held_out: 20
+rewards:
+  - fn: exact
+sampling: {max_new_tokens: 8}
+evaluate: {sampling: {max_new_tokens: 8}}
+train: {steps: 10, prompts_per_step: 4, samples_per_prompt: 4}
+monitor: {sinks: []}
+"""
+
+PARTS = '''\
+from burnish.types import Task
+
+def reward(rollout, task): return 1.0
+def no_such_arguments(completion, answer): return 1.0
+def exact(rollout, task): return 1.0
+
+def loss(logp_cur, adv): return -logp_cur * adv
+def loss_of_the_reference(logp_cur, logp_ref): return logp_cur - logp_ref
+def loss_of_something_else(logp_cur, values): return logp_cur
+def loss_without_gradient(logp_gen, adv): return logp_gen * adv
+def one_argument(loss): return loss.sum()
+def two_arguments(reward, eps): return reward
+def by_place_only(reward, /): return reward
+
+class NoStep:
+    def start(self, task): return task.prompt
+
+class NeedsSize:
+    def __init__(self, size): ...
+    def start(self, task): ...
+    async def step(self, text): ...
+
+class Failing:
+    def __init__(self): raise RuntimeError("the server is down")
+
+def empty(): return []
+def not_tasks(): return ["1>", "2>"]
+def a_number(): return 3
+def raising(): return 1 / 0
+def few(): return [Task(str(i), f"{i % 10}>", str(i)) for i in range(30)]
+def letters(): return [Task("a", "abc", "x")] + [Task(str(i), f"{i}>", str(i)) for i in range(50)]
+def long(): return [Task("l", "1" * 30, "x")] + few() + [Task("m", "2>" , "2")]
+def chat(): return [Task(str(i), ({"role": "user", "content": str(i)},), i) for i in range(50)]
+def many(): return [Task(str(i), f"{i}>", str(i)) for i in range(3000)] + [Task("l", "9" * 30, "x")]
+'''
+
+
+@pytest.fixture
+def look(tmp_path, monkeypatch):
+    """look(*sets) checks the tiny recipe after these changes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    (tmp_path / "parts.py").write_text(PARTS)
+    return lambda *sets: check(load_recipe("tiny.yaml", sets=sets, note=lambda line: None))
+
+
+def refusals(look, *sets) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        look(*sets)
+    return caught.value.problems
+
+
+def test_a_recipe_that_works(look):
+    assert look() == []
+    found = examine(load_recipe("tiny.yaml"))
+    assert len(found.tasks.train) == 80 and len(found.tasks.held_out) == 20 and found.model.context_tokens == 32
+    assert found.facts[1:] == [
+        "tasks    80 to train on, 20 held out",
+        "run      10 steps of 4 prompts x 4 samples, 10 updates, 0.5 passes over the tasks",
+    ]
+
+
+@pytest.mark.parametrize("sets", [
+    ["algo.loss=parts.py:loss"], ["rewards.0.fn=parts:reward"], ["rewards.1.fn=parts.py:reward"],
+    ["tasks.source=parts.py:few", "tasks.held_out=6"],
+    ["algo.loss=parts.py:loss_of_the_reference", "algo.kl.coef=0"], ["algo.advantage=reward_itself", "train.samples_per_prompt=1"],
+    ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"], ["algo.advantage=parts.py:by_place_only"],
+])
+def test_changes_that_work(look, sets):
+    look(*sets)
+
+
+@pytest.mark.parametrize(("sets", "told"), [
+    ("rewards.0.fn=no_module:f", "rewards.0.fn: cannot import no_module:f: ModuleNotFoundError"),
+    ("rewards.0.fn=parts.py:rewrd", "rewards.0.fn: parts.py:rewrd: parts.py has no 'rewrd'; did you mean 'reward'?"),
+    ("rewards.0.fn=exactt", "rewards.0.fn: exactt: burnish.rewards has no 'exactt'; did you mean 'exact'?"),
+    ("rewards.0.fn={ref: exact, strip: 1}", "rewards.0.fn: exact takes no ['strip']"),
+    ("rewards.0.fn=parts.py:no_such_arguments", "rewards.0.fn: parts.py:no_such_arguments needs ['completion', 'answer']"),
+    ("rewards.1.fn=parts.py:exact", "rewards.1.fn: rewards.0 is called exact too"),
+    ("rewards.0.weight=0", "rewards: every weight is 0"),
+    ("algo.loss=ppo_clip", "algo.loss: ppo_clip needs ['eps_low', 'eps_high']"),
+    ("algo.loss=parts.py:loss_of_something_else", "needs ['values'], which neither the recipe nor this place provides. A loss may ask"),
+    ("algo.loss=parts.py:loss_of_the_reference", "asks for logp_ref, which is there only with algo.kl; add algo.kl.coef=0"),
+    ("algo.loss=parts.py:loss_without_gradient", "takes neither logp_cur nor entropy, so it has no gradient"),
+    ("algo.reduce=parts.py:one_argument", "is called with loss, mask, num_tokens, num_rollouts, which it does not take"),
+    ("algo.reduce=rollout_sum_over", "algo.reduce: rollout_sum_over needs ['length']"),
+    ("algo.advantage=parts.py:two_arguments", "algo.advantage: parts.py:two_arguments needs ['eps']"),
+    ("env=parts.py:NoStep", "env: parts.py:NoStep has no step; an environment is a class with start(task) and async step(text)"),
+    ("env=parts.py:NeedsSize", "env: parts.py:NeedsSize needs ['size']"),
+    ("monitor.sinks.0=tensorbord", "monitor.sinks.0: tensorbord: burnish.monitor.sinks has no 'tensorbord'; did you mean 'tensorboard'?"),
+    ("monitor.sinks.0=parts.py:Failing", "monitor.sinks.0: parts.py:Failing raised RuntimeError: the server is down"),
+    ("monitor.sinks.0=trackio", "monitor.sinks.0: the sink trackio needs a library that is not installed: pip install burnish[trackio]"),
+    ("train.samples_per_prompt=1", "train.samples_per_prompt is 1, and algo.advantage standardize compares the samples of one prompt:"),
+    ("sampling.top_k=1", "sampling.top_k is 1, which draws the same sample each time"),
+    ("tasks.source=nowhere", "tasks.source: nowhere: burnish.data.sources has no 'nowhere'"),
+    ("tasks.source.lenght=3", "tasks.source: copy_digits takes no ['lenght']"),
+    ("tasks.source.length=0", "tasks.source: length is 0"),
+    ("tasks.source=parts.py:empty", "tasks: the task source returned no tasks"),
+    ("tasks.source=parts.py:not_tasks", "tasks: item 0 of the task source is a str"),
+    ("tasks.source=parts.py:a_number", "tasks.source: parts.py:a_number returned a int; a source returns a list of burnish.types.Task"),
+    ("tasks.source=parts.py:raising", "tasks.source: parts.py:raising raised ZeroDivisionError: division by zero"),
+    ("tasks.held_out=100", "tasks: held_out is 100, but the source has 100 distinct prompts"),
+    ("tasks.held_out=97", "has 100 distinct prompts, but tasks.held_out=97 and one step of train.prompts_per_step=4 need 101"),
+    ("tasks.source=parts.py:letters", "tasks: a prompt cannot be encoded: the model's tokenizer has no token for ['a', 'b', 'c']"),
+    ("tasks.source=parts.py:chat", "tasks: 50 of 50 prompts are lists of messages, but scratch llama has no chat template"),
+    ("model.path=no/such/folder", "model.path no/such/folder: "),
+    ("model.scratch.model_type=lama", "model.scratch.model_type: transformers has no causal language model 'lama'; did you mean"),
+    ("model.scratch.config.hiden_size=3", "model.scratch.config: llama has no ['hiden_size']; did you mean 'hidden_size'?"),
+    ("sampling.end_tokens=[<edn>]", "sampling.end_tokens: '<edn>' is not one token of the model's vocabulary"),
+    ("evaluate.sampling.end_tokens=[<edn>]", "evaluate.sampling.end_tokens: '<edn>' is not one token"),
+    ("sampling.max_new_tokens=30", "sampling.max_new_tokens is 30 and the longest prompt has 3 tokens, but scratch llama has a context of "
+     "32 tokens; lower sampling.max_new_tokens to 29 or less"),
+    ("evaluate.sampling.max_new_tokens=30", "evaluate.sampling.max_new_tokens is 30 and the longest prompt has 3 tokens"),
+])
+def test_refusals(look, sets, told):
+    (line,) = refusals(look, sets)
+    assert told in line
+
+
+def test_prompts_are_measured_also_where_there_are_many(look):
+    for source in ("long", "many"):
+        (line,) = refusals(look, f"tasks.source=parts.py:{source}", "tasks.held_out=0")
+        assert "sampling.max_new_tokens is 8 and the longest prompt has 30 tokens" in line
+
+
+def test_a_gguf_file_that_ends_too_early(look, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00\x05\x00")
+    (line,) = refusals(look, "model.path=cut.gguf")
+    assert "cut.gguf" in line and "ends too early" in line
+
+
+def test_all_problems_come_together(look):
+    told = refusals(
+        look, "rewards.0.fn=exactt", "train.samples_per_prompt=1", "tasks.source=nowhere", "model.path=no/such/folder", "env=nowhere"
+    )
+    assert [line.split(" ")[0].rstrip(":") for line in told] == [
+        "env", "rewards.0.fn", "train.samples_per_prompt", "tasks.source", "model.path",
+    ]
+
+
+@pytest.mark.parametrize(("sets", "told"), [
+    ("optim.lr=0", r"optim.lr is 0: the weights stay as they are"),
+    ("optim.warmup_updates=10", r"optim.warmup_updates is 10, and the run makes 10 updates: the learning rate rises to the end"),
+    ("sampling.temperature=0.1", r"samples of one prompt will be much alike"),
+    ("train.samples_per_prompt=2", r"at least half of the groups have equal rewards"),
+    ("tasks.held_out=0", r"nothing is measured on tasks that were not trained on"),
+    ("evaluate.every_steps=11", r"evaluated before and after only"),
+    ("evaluate.samples_per_task=4", r"all samples are the same"),
+    ("sampling.stop=['>']", r"evaluate.sampling and sampling differ in stop: held-out answers end elsewhere"),
+])
+def test_notes(look, sets, told):
+    (note,) = look(sets)
+    assert re.search(told, note)
+
+
+def test_note_on_repeated_prompts(look):
+    assert look("tasks.source=parts.py:few", "tasks.held_out=5")[0] == "20 tasks have the prompt of another and are left out"
+    assert not any("warmup" in note for note in look("optim.warmup_updates=10", "train.epochs=2"))
