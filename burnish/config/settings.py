@@ -140,6 +140,8 @@ class Kl(Strict):
             raise ValueError("gradient belongs to place: loss; a KL in the reward has no gradient of its own")
         if self.target_nats is not None and self.coef == 0:
             raise ValueError("target_nats adapts coef by a factor, which cannot leave 0; give a positive coef to start from")
+        if self.target_nats is None and self.horizon_rollouts != type(self).model_fields["horizon_rollouts"].default:
+            raise ValueError("horizon_rollouts does nothing without target_nats; give both or neither")
         return self
 
 
@@ -181,6 +183,12 @@ class Optim(Strict):
     schedule: Literal["cosine", "linear", "constant"] = "constant"
     final_lr_frac: Frac = 0.0
     """What is left of lr after the last update, for cosine and linear."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Optim:
+        if self.schedule == "constant" and self.final_lr_frac > 0:
+            raise ValueError("final_lr_frac does nothing with schedule: constant; use cosine or linear, or remove it")
+        return self
 
 
 class Evaluate(Strict):

@@ -175,6 +175,21 @@ def test_contradictions_name_the_lines_of_the_section(recipe):
     assert line.endswith("but a step has only 32 rollouts (train.minibatches: tiny.yaml, line 14)")
 
 
+@pytest.mark.parametrize(("sets", "told"), [
+    (["optim.final_lr_frac=0.1"], "optim: final_lr_frac does nothing with schedule: constant"),
+    (["algo.kl={coef: 0.1, horizon_rollouts: 5}"], "algo.kl: horizon_rollouts does nothing without target_nats"),
+    (["algo.kl={coef: 0, target_nats: 3}"], "algo.kl: target_nats adapts coef by a factor"),
+    (["algo.kl={coef: 1, place: reward, gradient: straight_through_k2}"], "algo.kl: gradient belongs to place: loss"),
+    (["sampling.temperature=0"], "sampling.temperature 0 draws the same sample each time"),
+    (["sampling.stop=['']"], "sampling: an empty stop string would end every turn at once"),
+    (["rewards.1.fn=exact"], "the same reward stands twice in rewards"),
+    (["model.scratch=null"], "model: give exactly one of model.path"),
+])
+def test_settings_that_contradict_each_other_or_do_nothing(recipe, sets, told):
+    (line,) = problems(recipe(), sets=sets)
+    assert told in line and sets[0].partition(".")[0] in line
+
+
 def test_files_and_names_that_are_not_there(recipe, tmp_path):
     path = recipe()
     assert problems(tmp_path / "tinny.yaml") == (f"no such file: {tmp_path / 'tinny.yaml'}; did you mean {path}?",)
