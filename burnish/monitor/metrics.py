@@ -1,0 +1,136 @@
+"""Every metric, declared once, and the pool that adds them up exactly however a step is split."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "last", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`mean` is a sum of values divided by a sum of weights; `last` and `max` pick one of the values."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+
+
+_DECLARED = (
+    Metric("rollout/reward_mean", "", "mean", "Reward of the scored rollouts of a step"),
+    Metric("rollout/success_frac", "frac", "mean", "Scored rollouts whose reward reached evaluate.success_reward"),
+    Metric("rollout/sampled_tokens_mean", "tokens", "mean", "Tokens the policy wrote in one rollout"),
+    Metric("rollout/truncated_frac", "frac", "mean", "Rollouts cut off before the policy ended them"),
+    Metric("rollout/not_scored_count", "count", "sum", "Rollouts whose reward could not be computed; not trained on"),
+    Metric("rollout/constant_groups_frac", "frac", "mean", "Groups whose rewards are all equal and so teach nothing"),
+    Metric("rollout/dropped_rollouts_count", "count", "sum", "Rollouts left out of the update, for any reason"),
+    Metric("train/loss", "", "mean", "Loss that was minimised"),
+    Metric("train/kl_cur_gen_nats", "nats", "mean", "Trainer against sampler, a token: 0 when both compute the same log-probs"),
+    Metric("train/kl_cur_ref_nats", "nats", "mean", "Distance to the policy at the start, a token of training rollouts"),
+    Metric("train/kl_coef", "", "last", "Weight of the KL term"),
+    Metric("train/entropy_nats", "nats", "mean", "How undecided the policy is about its next token"),
+    Metric("train/clip_frac", "frac", "mean", "Sampled tokens whose ratio was clipped"),
+    Metric("train/grad_norm", "", "max", "Gradient norm before clipping; the largest of the updates of a step"),
+    Metric("train/lr", "", "last", "Learning rate of the last update of a step"),
+    Metric("train/skipped_updates_count", "count", "sum", "Updates skipped because the loss or gradient was not finite"),
+    Metric("train/tokens_count", "count", "sum", "Sampled tokens trained on"),
+    Metric("train/rollouts_count", "count", "sum", "Rollouts trained on"),
+    Metric("eval/accuracy_frac", "frac", "mean", "Held-out samples that are correct"),
+    Metric("eval/reward_mean", "", "mean", "Reward of held-out samples"),
+    Metric("eval/sampled_tokens_mean", "tokens", "mean", "Tokens the policy wrote in one held-out sample"),
+    Metric("eval/not_scored_count", "count", "sum", "Held-out samples whose reward could not be computed"),
+    Metric("eval/kl_cur_ref_nats", "nats", "mean", "Distance to the policy at the start, a token of held-out samples"),
+    Metric("time/generate_s", "s", "sum", "Sampling the training rollouts"),
+    Metric("time/reward_s", "s", "sum", "Waiting for rewards"),
+    Metric("time/train_s", "s", "sum", "Log-probs, loss, backward and optimizer"),
+    Metric("time/evaluate_s", "s", "sum", "Held-out evaluation, its sampling and scoring included"),
+    Metric("time/checkpoint_s", "s", "sum", "Writing checkpoints"),
+    Metric("time/other_s", "s", "sum", "The rest of the step"),
+    Metric("time/step_s", "s", "sum", "The whole step; the sum of the other times"),
+    Metric("rate/generate_tokens_per_s", "tokens/s", "mean", "Sampled tokens a second of generating"),
+    Metric("rate/train_tokens_per_s", "tokens/s", "mean", "Tokens through the trainer, prompts included, a second of training"),
+    Metric("memory/peak_gib", "GiB", "max", "Highest memory of the process so far, or of the accelerator"),
+)
+
+METRICS: dict[str, Metric] = {m.name: m for m in _DECLARED}
+
+
+def metric(name: str) -> Metric:
+    """The declaration of `name`; rollout/score_<reward>_mean is a family, one for each reward. KeyError with the nearest name."""
+    if name in METRICS:
+        return METRICS[name]
+    if name.startswith("rollout/score_") and name.endswith("_mean") and name != "rollout/score_mean":
+        reward = name.removeprefix("rollout/score_").removesuffix("_mean")
+        return Metric(name, "", "mean", f"Score of the reward {reward}, before its weight")
+    near = difflib.get_close_matches(name, METRICS, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise KeyError(f"no metric is called {name!r}{hint}; metrics are declared in burnish/monitor/metrics.py")
+
+
+class Pool:
+    """Adds up the metrics of one step over micro-batches, minibatches and ranks.
+
+    Sums are exact rational numbers, rounded to a float once at the end, so any split and any order give the same bits.
+    A name that is not declared (a metric of your own) is pooled as a mean.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Fraction, Fraction]] = {}
+        self._picked: dict[str, float] = {}
+        self._not_finite: dict[str, None] = {}
+
+    def add(self, name: str, value_sum: float, weight: float = 1.0) -> None:
+        """mean: a sum of values and how many (or how much) they stand for. sum, last, max: the value; weight is not used."""
+        if not math.isfinite(value_sum) or not math.isfinite(weight):
+            self._not_finite[name] = None
+        elif weight < 0:
+            raise ValueError(f"{name}: weight {weight} is negative; a weight counts what the sum stands for")
+        elif self._reduction(name) in ("mean", "sum"):
+            total, weights = self._sums.get(name, (Fraction(0), Fraction(0)))
+            self._sums[name] = total + Fraction(value_sum), weights + Fraction(weight)
+        else:
+            self._pick(name, value_sum)
+
+    def merge(self, other: Pool) -> None:
+        """Add what another micro-batch or rank pooled. For `last` the other one counts as later."""
+        for name, (total, weights) in other._sums.items():
+            mine = self._sums.get(name, (Fraction(0), Fraction(0)))
+            self._sums[name] = mine[0] + total, mine[1] + weights
+        for name, value in other._picked.items():
+            self._pick(name, value)
+        self._not_finite.update(other._not_finite)
+
+    def rows(self) -> dict[str, float]:
+        """One float a metric. A mean of nothing is absent; a metric that met a NaN or an infinity is NaN, which the writer names."""
+        out = {}
+        for name, (total, weights) in self._sums.items():
+            if self._reduction(name) == "sum":
+                out[name] = float(total)
+            elif weights:
+                out[name] = float(total / weights)
+        return out | self._picked | dict.fromkeys(self._not_finite, math.nan)
+
+    def _pick(self, name: str, value: float) -> None:
+        if self._reduction(name) == "max" and name in self._picked:
+            value = max(value, self._picked[name])
+        self._picked[name] = float(value)
+
+    @staticmethod
+    def _reduction(name: str) -> Reduction:
+        try:
+            return metric(name).reduction
+        except KeyError:
+            return "mean"
+
+
+def finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """The metrics that are numbers, as plain int or float, and the names of those that are NaN or infinite."""
+    values = {n: int(v) if isinstance(v, Integral) else float(v) for n, v in metrics.items()}
+    return {n: v for n, v in values.items() if math.isfinite(v)}, sorted(n for n, v in values.items() if not math.isfinite(v))
