@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ import numpy as np
 import burnish
 
 INSTALL = "reasoning_gym needs the package reasoning-gym: pip install 'burnish[gym]'"
+
+
+TAGS = frozenset({"tuple of", "fraction of", "pairs"})
+"""pairs: a mapping whose keys are not all texts, as a list of [key, value]."""
 
 
 def generate(requests: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -43,13 +48,15 @@ def generate(requests: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def pack(value: Any) -> Any:
-    """As plain JSON: a tuple as {"tuple of": [...]}, a mapping whose keys are not all texts as {"pairs": [[key, value], ...]}."""
+    """As plain JSON. What JSON lacks becomes a mapping with one of the keys of TAGS."""
     if isinstance(value, tuple):
         return {"tuple of": [pack(v) for v in value]}
+    if isinstance(value, Fraction):
+        return {"fraction of": [value.numerator, value.denominator]}
     if isinstance(value, list):
         return [pack(v) for v in value]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and value.keys() not in ({"tuple of"}, {"pairs"}):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and value.keys() <= TAGS):
             return {str(key): pack(v) for key, v in value.items()}
         return {"pairs": [[pack(key), pack(v)] for key, v in value.items()]}
     if value is None or isinstance(value, bool):
@@ -59,15 +66,18 @@ def pack(value: Any) -> Any:
             return plain(value)
     if isinstance(value, (np.generic, np.ndarray)):
         return pack(value.tolist())
-    raise ValueError(f"an entry holds a {type(value).__name__}, which has no plain JSON form")
+    raise TypeError(f"an entry holds a {type(value).__name__}, which has no plain JSON form")
 
 
 def unpack(value: Any) -> Any:
+    """What `pack` was given, numpy's types aside."""
     if isinstance(value, list):
         return [unpack(v) for v in value]
     if isinstance(value, dict):
         if value.keys() == {"tuple of"}:
             return tuple(unpack(v) for v in value["tuple of"])
+        if value.keys() == {"fraction of"}:
+            return Fraction(*value["fraction of"])
         if value.keys() == {"pairs"}:
             return {unpack(key): unpack(v) for key, v in value["pairs"]}
         return {key: unpack(v) for key, v in value.items()}

@@ -1,8 +1,8 @@
-"""Rewards that burnish ships, by short name: exact, last_number, reasoning_gym. A reward is any function of (rollout, task)."""
+"""Rewards that burnish ships, by short name: exact, positions, last_number, reasoning_gym. A reward is any function of (rollout, task)."""
 
-from burnish.rewards.text import exact, last_number
+from burnish.rewards.text import exact, last_number, positions
 
-__all__ = ["exact", "last_number", "reasoning_gym"]
+__all__ = ["exact", "last_number", "positions", "reasoning_gym"]
 
 
 def __getattr__(name: str):

@@ -106,9 +106,9 @@ def bind(ref: Ref) -> Reward:
 
 def fill_in(ref: Ref, fn: Callable[..., Any]) -> Reward:
     """The reward with the values of its reference. RefError for a value it does not take, or an argument nobody provides."""
-    check_signature(ref.path, fn, ref.values, PROVIDED)
     if inspect.isclass(fn):
         raise RefError(f"{ref.path} is a class; a reward is a function of (rollout, task), or an object that can be called like one")
+    check_signature(ref.path, fn, ref.values, PROVIDED)
     takes = [name for name in PROVIDED if name in parameters(fn)]
     try:
         inspect.signature(fn).bind(**dict.fromkeys(takes), **ref.values)

@@ -42,23 +42,25 @@ def reasoning_gym(
     strict: True turns anything less than the full score into 0; many datasets pay a little for junk.
     unreadable: the score where the scorer raises on the answer; None: not scored, with its error shown.
 
-    Differs from the library where it is unsafe or wrong: an answer that is code rather than a value scores 0, and
-    game_of_life_halting compares with the answer (the library pays any text).
+    Differs from the library where that is unsafe or pays for nothing. The reference answer itself scores 1. An answer that is code
+    rather than a value scores 0, and so does an unsolved Integral(...). game_of_life_halting compares with the reference (the
+    library pays any text), and nan is no complex number (the library pays it in full).
     Raises ValueError for a task of another source.
     """
     if find not in FIND:
         raise ValueError(f"find is {find!r}; it is one of {', '.join(FIND)}")
     if not {"dataset", "config", "entry"} <= task.info.keys():
         raise ValueError(f"task {task.id} does not come from reasoning-gym: its info has {sorted(task.info)}")
-    name = task.info["dataset"]
+    name, gold = task.info["dataset"], task.info["entry"]["answer"]
     answer = _find(rollout.text, find)
+    if isinstance(gold, str) and answer == gold.strip():
+        return 1.0
     if not answer or len(answer) > MAX_ANSWER_CHARS or not is_harmless(name, answer):
         return 0.0
-    entry = unpack(task.info["entry"])
     if name == "game_of_life_halting":
-        return float(answer.casefold() == str(entry["answer"]).casefold())
+        return float(answer.casefold() == str(gold).casefold())
     try:
-        score = float(_dataset(name, json.dumps(task.info["config"], sort_keys=True)).score_answer(answer, entry))
+        score = float(_dataset(name, json.dumps(task.info["config"], sort_keys=True)).score_answer(answer, unpack(task.info["entry"])))
     except Exception:
         if unreadable is None:
             raise
@@ -68,6 +70,8 @@ def reasoning_gym(
 
 def is_harmless(dataset: str, answer: str) -> bool:
     """Whether the dataset's scorer may see the answer. Those that evaluate it get literals, or arithmetic of bounded size, only."""
+    if dataset == "complex_arithmetic":
+        return not re.search("nan|inf", answer.casefold())
     if dataset not in EVALUATED | ARITHMETIC | ALGEBRA:
         return True
     try:

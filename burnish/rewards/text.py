@@ -32,6 +32,17 @@ def exact(rollout: Rollout, task: Task, *, strict: bool = True) -> float:
     return float(found == wanted)
 
 
+def positions(rollout: Rollout, task: Task) -> float:
+    """The share of the answer's characters that stand in the text at their place; 0 for a text that is longer than the answer.
+
+    A graded reward, for policies that would never earn the whole one by chance.
+    """
+    wanted = str(task.answer)
+    if len(rollout.text) > len(wanted):
+        return 0.0
+    return sum(a == b for a, b in zip(rollout.text, wanted, strict=False)) / len(wanted)
+
+
 def last_number(rollout: Rollout, task: Task, *, strict: bool = False, tolerance: float = 0.0) -> float:
     """1 if the last number in the text equals the answer's number, else 0; 0 if the text holds no number.
 
