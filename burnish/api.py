@@ -339,8 +339,10 @@ class _Session:
         before, after = success_of(first, e.success_reward), success_of(last, e.success_reward)
         ids = [t.id for t in self.tasks.held_out]
         paired = measure.paired([before[i] for i in ids], [after[i] for i in ids])
+        test = asdict(paired)
         return {
-            "before": _accuracy(before), "after": _accuracy(after), "paired": asdict(paired), "examples": _examples(first, last),
+            "before": _accuracy(before), "after": _accuracy(after), "examples": _examples(first, last),
+            "paired": {"difference_frac": test.pop("difference"), **test},
         }
 
 
@@ -398,8 +400,8 @@ def _accuracy(success: Mapping[str, float | None]) -> dict[str, float]:
     known = [v for v in success.values() if v is not None]
     if not known:
         return {"num_items": 0}
-    low, high = measure.interval(known)
-    return {"accuracy_frac": sum(known) / len(known), "low": low, "high": high, "num_items": len(known)}
+    i = measure.interval(known)
+    return {"accuracy_frac": i.mean, "low": i.low, "high": i.high, "num_items": i.num_items}
 
 
 def _examples(first: Sequence[Group], last: Sequence[Group], count: int = 12) -> list[dict[str, Any]]:

@@ -179,7 +179,7 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
         if state.skipped_in_a_row >= max_skipped:
             what = "gradient" if finite else "loss"
             raise NonFiniteError(
-                f"update {state.updates}: the {what} is not finite, for the {state.skipped_in_a_row}th update in a row; no weight "
+                f"update {state.updates}: the {what} is not finite, now for {state.skipped_in_a_row} updates in a row; no weight "
                 "was changed by them. Lower optim.lr or optim.clip_norm, or look at the rollouts of this step for what is special"
             )
         return

@@ -1,0 +1,60 @@
+"""Parts for tests: rows, engines and states over the tiny models of conftest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from burnish.algorithms.policy_losses import ppo_clip
+from burnish.algorithms.reduce import token_mean
+from burnish.api import make_engine
+from burnish.models.policy import Policy
+from burnish.rollout.batch import batch_of
+from burnish.trainer import Algorithm, TrainState
+from burnish.trainer.columns import score_rows
+from burnish.trainer.optim import adamw
+from burnish.trainer.precision import Weights
+from burnish.types import Batch, Row
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+CLIP = partial(ppo_clip, eps_low=0.2, eps_high=0.28)
+GRPO = Algorithm(CLIP, token_mean)
+
+
+def state_of(loaded, *, dtype: str = "float32", kl=None) -> TrainState:
+    weights = Weights(loaded.module, dtype=dtype)
+    return TrainState(
+        policy=Policy(loaded.module), weights=weights, optimizer=adamw(weights, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), kl=kl
+    )
+
+
+def engine_of(loaded, *, slots: int = 64):
+    return make_engine(Policy(loaded.module), loaded, slots=slots)
+
+
+def random_rows(num: int = 8, *, vocab: int = 60, seed: int = 0, holes: bool = True, ref: bool = False) -> list[Row]:
+    """Rows of unequal lengths, with environment tokens between the policy's, and log-probs near those of a random model."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num):
+        prompt, length = rng.randint(1, 6), rng.randint(2, 24)
+        sampled = [False] * prompt + [not (holes and rng.random() < 0.25) for _ in range(length)]
+        sampled[prompt] = True
+        tokens = [rng.randrange(2, vocab) for _ in sampled]
+        logp = [-4.1 + rng.uniform(-0.5, 0.5) if s else 0.0 for s in sampled]
+        logp_ref = tuple(x + rng.uniform(-0.3, 0.3) if s else 0.0 for x, s in zip(logp, sampled, strict=True)) if ref else None
+        rows.append(Row(tuple(tokens), tuple(sampled), tuple(logp), logp_ref, rng.uniform(-2, 2), rng.random()))
+    return rows
+
+
+def on_policy(state: TrainState, rows: Sequence[Row]) -> Batch:
+    """The rows with the log-probs that the policy gives them now."""
+    logp = score_rows(state.policy, rows, sampling=PLAIN, tokens_per_micro_batch=10_000)
+    return batch_of([Row(r.tokens, r.sampled, lp, r.logp_ref, r.adv, r.reward) for r, lp in zip(rows, logp, strict=True)])
+
+
+def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: m.detach().clone() for name, m in state.weights.masters.items()}
