@@ -70,7 +70,6 @@ def reasoning_gym(
 
 def is_harmless(dataset: str, answer: str) -> bool:
     """Whether the dataset's scorer may see the answer. Those that evaluate it get literals, or arithmetic of bounded size, only."""
-    return True
     if dataset == "complex_arithmetic":
         return not re.search("nan|inf", answer.casefold())
     if dataset not in EVALUATED | ARITHMETIC | ALGEBRA:
