@@ -172,7 +172,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 45 s, 12 min, 3 h 20 min."""
+    """Seconds as people say them: 4.5 s, 45 s, 12 min, 3 h 20 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -63,6 +63,7 @@ def render(data: RunData) -> str:
         alerts=_alerts(data),
         ledger=_ledger(data),
         examples=data.examples,
+        success_reward=data.success_reward,
         settings_text=data.settings_text,
         run_text=json.dumps(data.run, indent=2, ensure_ascii=False) if data.run else "",
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -82,6 +83,7 @@ def _page_data(data: RunData) -> dict[str, Any]:
         "steps": [row["step"] for row in rows],
         "evals": [asdict(point) for point in data.evals],
         "meanings": {m.name: m.meaning for m in METRICS.values()},
+        "success_reward": data.success_reward,
         "rollouts": data.rollouts,
     }
 
@@ -175,8 +177,8 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _result(data: RunData) -> dict[str, Any] | None:
     """The table at the top: of the summary, or so far from the evaluations that took place."""
-    if data.summary and data.summary.get("before") and data.summary.get("after"):
-        summary = data.summary
+    summary = data.summary or {}
+    if all("accuracy_frac" in (summary.get(when) or {}) for when in ("before", "after")):
         return {
             "lines": [("before training", summary["before"]), ("after training", summary["after"])],
             "sentence": _sentence(summary["paired"]) if summary.get("paired") else "There was no paired test.",
@@ -203,9 +205,11 @@ def _sentence(paired: Mapping[str, Any]) -> str:
     elif p < 0.05:
         reading = "some evidence of a change, not a strong one"
     else:
-        reading = "the data do not show a change: this much happens by chance"
+        reading = "too little evidence to call it a change; more items would tell"
+    left_out = f" {paired['missing']} items lack a score on one side and are left out." if paired.get("missing") else ""
     method = _METHODS.get(paired["method"], paired["method"])
-    return f"Held-out accuracy {moved}{by}{bounds}. Paired test on the same {paired['num_items']} items ({method}): p = {_p(p)}, {reading}."
+    test = f"Paired test on the same {paired['num_items']} items ({method}): p = {_p(p)}, {reading}."
+    return f"Held-out accuracy {moved}{by}{bounds}. {test}{left_out}"
 
 
 def _tone(paired: Mapping[str, Any] | None) -> str:

@@ -24,6 +24,7 @@ MAX_STEPS_SHOWN = 9
 MAX_FAILED_STEPS_SHOWN = 4
 MAX_TOKENS_SHOWN = 700
 MAX_CHARS = 4000
+MAX_LABEL_CHARS = 22
 MAX_SETTINGS_CHARS = 60_000
 MAX_EXAMPLES = 12
 _STEP = re.compile(r"step-(\d+)\.parquet")
@@ -52,6 +53,7 @@ class RunData:
     paired: dict[str, Any] | None      # first against last evaluation, as in summary.json; only where there is no summary
     rollouts: list[dict[str, Any]]     # a bounded choice, ready for the page
     examples: list[dict[str, Any]]
+    success_reward: float
     problems: list[str]                # what is missing or cannot be read
 
 
@@ -90,6 +92,7 @@ def read_run(run_dir: Path) -> RunData:
         paired=None if summary else notes.attempt("the evaluations", lambda: _paired(run_dir, success_reward), None),
         rollouts=_choose(run_dir, rows, notes),
         examples=_examples(run_dir, summary, notes),
+        success_reward=success_reward,
         problems=notes.problems,
     )
 
@@ -218,7 +221,7 @@ def _telling(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]
     """Best, middle and worst reward of a step, and what went wrong. Ties go to the first."""
     scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
     failed = [row for row in rows if row["reward"] is None or row["errors"]]
-    picks = [(row, "not scored" if row["reward"] is None else "error") for row in failed[:2]]
+    picks = [(row, "failed") for row in failed[:2]]
     if scored:
         picks += [(scored[0], "best"), (scored[len(scored) // 2], "middle"), (scored[-1], "worst")]
     picks += [(row, "cut off") for row in rows if row["stop"] in ("max_tokens", "context")][:1]
@@ -235,7 +238,8 @@ def _for_page(row: dict[str, Any], where: str, why: str) -> dict[str, Any]:
     keep, left_out = _window(who)
     take = lambda values: [values[i] for i in keep]  # noqa: E731
     return {
-        "where": where, "why": why, "step": row["step"], "task": row["task_id"], "sample": row["sample"], "version": row["version"],
+        "where": where, "why": why, "step": row["step"], "task": row["task_id"], "label": _tail(row["prompt"]),
+        "sample": row["sample"], "version": row["version"],
         "stop": row["stop"], "reward": row["reward"], "advantage": row["advantage"],
         "scores": row["scores"], "errors": {name: _cut(text, 600) for name, text in row["errors"].items()},
         "answer": _cut(_text(json.loads(row["answer"])), 600), "num_tokens": len(who), "num_sampled": sum(row["sampled"]),
@@ -243,6 +247,12 @@ def _for_page(row: dict[str, Any], where: str, why: str) -> dict[str, Any]:
         "who": "".join(take(who)), "ids": take(row["tokens"]), "texts": take(row["token_texts"]),
         "logp": [float(f"{v:.4g}") if math.isfinite(v) else None for v in take(row["logp_gen"])],
     }
+
+
+def _tail(prompt: str) -> str:
+    """The end of a prompt in one line: where the question usually stands."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= MAX_LABEL_CHARS else "..." + line[-MAX_LABEL_CHARS:]
 
 
 def _window(who: Sequence[str]) -> tuple[list[int], int]:

@@ -306,4 +306,4 @@ def test_a_terminal_shows_the_run_and_is_restored_after_a_crash():
 def test_sparkline_and_duration():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     assert sparkline([1.0, 1.0]) == "\u2584\u2584" and sparkline([]) == "" and len(sparkline(range(1000))) == 24
-    assert [duration(s) for s in (7, 600, 7500)] == ["7 s", "10 min", "2 h 05 min"]
+    assert [duration(s) for s in (0.34, 45, 600, 7500)] == ["0.3 s", "45 s", "10 min", "2 h 05 min"]

@@ -92,7 +92,7 @@ def test_rollouts_are_those_of_the_run(whole):
     assert {r["where"] for r in rollouts} == {"training", "held-out"}
     steps = [r["step"] for r in rollouts if r["where"] == "training"]
     assert min(steps) == 1 and max(steps) == 60
-    assert {"best", "middle", "worst", "not scored", "cut off"} <= {r["why"] for r in rollouts}
+    assert {"best", "middle", "worst", "failed", "cut off"} <= {r["why"] for r in rollouts}
     talk = next(r for r in rollouts if "tool" in r["task"])
     assert re.fullmatch("p+s+e+s+", talk["who"]) and len(talk["who"]) == len(talk["ids"]) == len(talk["texts"]) == len(talk["logp"])
     assert all(value == 0 for value, who in zip(talk["logp"], talk["who"], strict=True) if who != "s")
@@ -139,6 +139,24 @@ def test_a_run_without_evaluations(tmp_path):
     page = page_of(make_run(tmp_path, steps=5, evals=False, finished=False))
     assert "holds no evaluation" in page.text and "There are no two evaluations to compare yet" in page.text
     assert page.data["evals"] == [] and page.data["rollouts"]
+
+
+def test_a_finished_run_whose_held_out_tasks_could_not_be_scored(tmp_path):
+    run_dir = make_run(tmp_path, steps=3, evals=False)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"before": {"num_items": 0}, "after": {"num_items": 0}, "paired": None}))
+    page = page_of(run_dir)
+    assert "finished, 3 of 3 steps" in page.text and "holds no evaluation" in page.text
+
+
+def test_items_that_the_paired_test_leaves_out_are_counted(tmp_path):
+    run_dir = make_run(tmp_path, steps=3)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["paired"] |= {"missing": 7, "num_items": 193, "low": None, "high": None, "p": 0.3}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = page_of(run_dir)
+    assert "the same 193 items" in page.text and "7 items lack a score on one side" in page.text
+    assert "p = 0.300, too little evidence to call it a change" in page.text
 
 
 def test_broken_files_are_named_and_the_rest_is_shown(tmp_path):

@@ -23,6 +23,7 @@ const percent = v => (100 * v).toFixed(1) + " %";
 const has = name => (data.series[name] || []).some(v => v !== null);
 const same = (a, b) => has(a) && has(b) && data.series[a].every((v, i) => v === data.series[b][i]);
 const scores = Object.keys(data.series).filter(name => name.startsWith("rollout/score_"));
+const drawn = l => has(l.name) && (!l.bars || data.series[l.name].some(v => v > 0));
 const line = (name, label, extra = {}) => ({name, label, ...extra});
 const charts = [
   {title: "Reward", lines: [line("rollout/reward_mean", "reward"),
@@ -34,7 +35,7 @@ const charts = [
   {title: "Entropy", lines: [line("train/entropy_nats", "entropy")], note: "How undecided the policy is about its next token, nats"},
   {title: "Length", lines: [line("rollout/sampled_tokens_mean", "tokens"), line("rollout/truncated_frac", "cut off", {right: true, format: percent})],
     note: "Tokens the policy writes in one rollout, and the fraction cut off by the limit"},
-  {title: "Speed", lines: [line("rate/generate_tokens_per_s", "generating"), line("rate/train_tokens_per_s", "training")], note: "Tokens a second"},
+  {title: "Speed", lines: [line("rate/generate_tokens_per_s", "generating"), line("rate/train_tokens_per_s", "training")], note: "Tokens a second; training counts the prompts, too", ticks: "~s"},
   {title: "Gradient, learning rate", lines: [line("train/grad_norm", "gradient norm"), line("train/lr", "learning rate", {right: true, raw: true})],
     note: "Gradient norm before clipping, and the learning rate of the last update"},
   {title: "Trainer against sampler", lines: [line("train/kl_cur_gen_nats", "KL")], note: "0 when the trainer computes the log-probs the sampler had; nats a token"},
@@ -77,7 +78,7 @@ function layout(t, more) {
 
 function lineTraces(chart, t) {
   const traces = [];
-  chart.lines.filter(l => has(l.name)).forEach((l, i) => {
+  chart.lines.filter(drawn).forEach((l, i) => {
     const y = data.series[l.name], axis = l.right ? "y2" : "y", color = t.colors[i];
     const hover = l.format === percent ? "%{y:.1%}" : "%{y:.4g}";
     const known = y.filter(v => v !== null).length;
@@ -130,10 +131,10 @@ function drawCharts() {
   const t = theme(), config = {displayModeBar: false, responsive: true, showTips: false};
   for (const chart of charts.filter(c => c.plot)) {
     const traces = chart.evals ? evalTraces(t) : lineTraces(chart, t);
-    const right = (chart.lines || []).find(l => l.right && has(l.name));
-    const left = isPercent(chart) ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: chart.title.startsWith("Loss") ? "normal" : "tozero"};
+    const right = (chart.lines || []).find(l => l.right && drawn(l));
+    const left = isPercent(chart) ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: chart.title.startsWith("Loss") ? "normal" : "tozero", ...(chart.ticks ? {tickformat: chart.ticks} : {})};
     Plotly.react(chart.plot, traces, layout(t, {yaxis: left, ...(right ? {yaxis2: right.format === percent ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: "tozero", ...(right.bars ? {dtick: barTick(right.name)} : {})}} : {})}), config);
-    const lines = (chart.lines || []).filter(l => has(l.name));
+    const lines = (chart.lines || []).filter(drawn);
     chart.key.replaceChildren(...(lines.length > 1 ? lines.map((l, i) => el("span", {}, el("i", {style: `background:${t.colors[i]}`}), l.label + (l.right ? " (right)" : ""))) : []));
   }
   if ($("ledger-plot")) drawLedger(t, config);
@@ -156,7 +157,8 @@ const filters = {all: () => true, training: r => r.where === "training", "held-o
 let shown = [], chosen = 0;
 
 function reward(r) {
-  return el("span", {class: "reward " + (r.reward === null ? "none" : r.reward > 0 ? "high" : "low")}, r.reward === null ? "not scored" : number(r.reward));
+  const kind = r.reward === null ? "none" : r.reward >= data.success_reward ? "high" : r.reward > 0 ? "some" : "low";
+  return el("span", {class: `reward ${kind}`}, r.reward === null ? "not scored" : number(r.reward));
 }
 
 function buildFilters() {
@@ -174,7 +176,7 @@ function list(filter) {
   shown.forEach((r, i) => {
     const title = `${r.where === "held-out" ? "held-out evaluation" : "training"}, step ${r.step}`;
     if (title !== head) nodes.push(el("div", {class: "head", role: "presentation"}, head = title));
-    nodes.push(el("div", {class: "item", role: "option", id: `item-${i}`, "data-i": i, title: r.task, onclick: () => show(i)}, el("span", {}, r.where === "held-out" ? r.task : `${r.why}: ${r.task}`), reward(r)));
+    nodes.push(el("div", {class: "item", role: "option", id: `item-${i}`, "data-i": i, title: r.task, onclick: () => show(i)}, el("span", {}, ...(r.where === "held-out" ? [] : [el("b", {}, r.why)]), el("i", {}, r.label)), reward(r)));
   });
   $("list").replaceChildren(...nodes);
   if (shown.length) show(0);
@@ -197,7 +199,7 @@ function detail(r) {
   const nodes = [
     el("div", {class: "move"}, el("button", {type: "button", id: "prev", title: "Previous rollout", onclick: () => show((chosen + shown.length - 1) % shown.length)}, "<"),
       el("button", {type: "button", id: "next", title: "Next rollout", onclick: () => show((chosen + 1) % shown.length)}, ">")),
-    el("h3", {}, r.task),
+    el("h3", {}, `${r.where}, step ${r.step}, task ${r.task}`),
     el("dl", {class: "facts"}, fact("reward", reward(r)), ...Object.entries(r.scores).map(([name, v]) => fact(`score ${name}`, v === null ? "none" : number(v))),
       ...(r.advantage === null ? [] : [fact("advantage", number(r.advantage))]), fact("ended by", r.stop.replace("_", " ")), fact("tokens written", `${r.num_sampled} of ${r.num_tokens}`),
       fact("sample", String(r.sample)), fact("weights", `version ${r.version}`), fact("expected", r.answer)),
