@@ -77,7 +77,11 @@ def train(
         if print_settings:
             sys.stdout.write(dump(settings))
             return
+        if resume and out:
+            raise SettingsError([f"--out {out} and --resume {resume} do not go together: a resumed run stays in its folder"])
         folder = None if resume else _free_folder(out, settings.name)
+        if resume:
+            _not_beyond(resume, settings)
         from burnish.api import Trainer
 
         _run(Trainer(settings, out=folder, resume=resume))
@@ -179,6 +183,17 @@ def _settings(recipe: str | None, sets: list[str], resume: Path | None) -> Setti
     for line in resumable_changes(old, new):
         print(f"changed: {line}", file=sys.stderr)
     return new
+
+
+def _not_beyond(resume: Path, settings: Settings) -> None:
+    from burnish import checkpoint
+
+    last = checkpoint.newest(resume / "checkpoints")
+    if last is not None and last.step > settings.train.steps:
+        raise SettingsError([
+            f"train.steps is {settings.train.steps}, but the run in {resume} has already made {last.step} steps; "
+            f"give more, as --set train.steps={2 * last.step}"
+        ])
 
 
 def _with_seed(sets: list[str] | None, seed: int | None) -> list[str]:

@@ -115,6 +115,9 @@ class Ref:
     def _hint(self, module: Any, name: str) -> str:
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and _is_from(v, module)]
         own = list(dict.fromkeys([*own, *getattr(module, "__all__", ())]))
+        beside, found = Path.cwd() / f"{module.__name__}.py", getattr(module, "__file__", None)
+        if beside.is_file() and found is not None and beside.resolve() != Path(found).resolve():
+            return f"; this is {found}. For the file here write {beside.name}:{name}"
         if near := difflib.get_close_matches(name, own, 1):
             return f"; did you mean {near[0]!r}?"
         if ":" in self.path:

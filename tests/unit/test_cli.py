@@ -29,11 +29,11 @@ def broken(reward):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*arguments) is `burnish *arguments` in a folder with tiny.yaml and parts.py."""
+    """run(*arguments) is `burnish *arguments` in a folder with tiny.yaml and my_parts.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    (tmp_path / "parts.py").write_text(PARTS + INTERRUPTS)
+    (tmp_path / "my_parts.py").write_text(PARTS + INTERRUPTS)
     return lambda *args: CliRunner().invoke(app, [str(a) for a in args])
 
 
@@ -151,6 +151,10 @@ def test_train_resume_report(run, tmp_path):
     assert "--out out: this folder already holds a run" in again and "`burnish train --resume out`" in again
 
     assert "seed: 0 -> 1: cannot change when a run is resumed" in refused(run("train", "--resume", "out", "--seed", "1"))
+    fewer = run("train", "--resume", "out", "--set", "train.steps=1")
+    assert fewer.exit_code == 2
+    assert "train.steps is 1, but the run in out has already made 2 steps; give more, as --set train.steps=4" in fewer.stderr
+    assert "--out x and --resume out do not go together" in refused(run("train", "--resume", "out", "--out", "x"))
     more = run("train", "tiny.yaml", "--resume", "out", "--set", "train.steps=4", "--set", "optim.lr=1e-4")
     assert more.exit_code == 0, more.output
     assert more.stderr.splitlines() == [
@@ -166,9 +170,9 @@ def test_train_resume_report(run, tmp_path):
 
 
 def test_interrupt_tells_how_to_go_on_and_the_next_run_gets_its_own_folder(run, tmp_path):
-    sets = ["--set", "algo.advantage=parts:count", "--set", "checkpoint.every_steps=2", "--set", "tasks.held_out=0"]
+    sets = ["--set", "algo.advantage=my_parts.py:count", "--set", "checkpoint.every_steps=2", "--set", "tasks.held_out=0"]
     stopped = run("train", "tiny.yaml", *sets)
-    assert stopped.exit_code == 130
+    assert stopped.exit_code == 130, stopped.output
     last = Path("runs") / "tiny" / "checkpoints" / "step-000002"
     assert f"The last checkpoint is {last}. Go on with: burnish train --resume {Path('runs') / 'tiny'}" in stopped.stderr
     assert "Traceback" not in stopped.output
@@ -177,7 +181,7 @@ def test_interrupt_tells_how_to_go_on_and_the_next_run_gets_its_own_folder(run, 
 
 
 def test_a_bug_keeps_its_traceback(run):
-    result = run("train", "tiny.yaml", "--set", "algo.advantage=parts.py:broken", "--set", "tasks.held_out=0")
+    result = run("train", "tiny.yaml", "--set", "algo.advantage=my_parts.py:broken", "--set", "tasks.held_out=0")
     assert isinstance(result.exception, KeyError) and "error:" not in result.stderr
 
 

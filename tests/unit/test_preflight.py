@@ -69,8 +69,9 @@ def look(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    (tmp_path / "parts.py").write_text(PARTS)
-    return lambda *sets: check(load_recipe("tiny.yaml", sets=sets, note=lambda line: None))
+    (tmp_path / "my_parts.py").write_text(PARTS)
+    yield lambda *sets: check(load_recipe("tiny.yaml", sets=sets, note=lambda line: None))
+    sys.modules.pop("my_parts", None)
 
 
 def refusals(look, *sets) -> tuple[str, ...]:
@@ -90,10 +91,10 @@ def test_a_recipe_that_works(look):
 
 
 @pytest.mark.parametrize("sets", [
-    ["algo.loss=parts.py:loss"], ["rewards.0.fn=parts:reward"], ["rewards.1.fn=parts.py:reward"],
-    ["tasks.source=parts.py:few", "tasks.held_out=6"],
-    ["algo.loss=parts.py:loss_of_the_reference", "algo.kl.coef=0"], ["algo.advantage=reward_itself", "train.samples_per_prompt=1"],
-    ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"], ["algo.advantage=parts.py:by_place_only"],
+    ["algo.loss=my_parts.py:loss"], ["rewards.0.fn=my_parts:reward"], ["rewards.1.fn=my_parts.py:reward"],
+    ["tasks.source=my_parts.py:few", "tasks.held_out=6"],
+    ["algo.loss=my_parts.py:loss_of_the_reference", "algo.kl.coef=0"], ["algo.advantage=reward_itself", "train.samples_per_prompt=1"],
+    ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"], ["algo.advantage=my_parts.py:by_place_only"],
 ])
 def test_changes_that_work(look, sets):
     look(*sets)
@@ -101,37 +102,37 @@ def test_changes_that_work(look, sets):
 
 @pytest.mark.parametrize(("sets", "told"), [
     ("rewards.0.fn=no_module:f", "rewards.0.fn: cannot import no_module:f: ModuleNotFoundError"),
-    ("rewards.0.fn=parts.py:rewrd", "rewards.0.fn: parts.py:rewrd: parts.py has no 'rewrd'; did you mean 'reward'?"),
+    ("rewards.0.fn=my_parts.py:rewrd", "rewards.0.fn: my_parts.py:rewrd: my_parts.py has no 'rewrd'; did you mean 'reward'?"),
     ("rewards.0.fn=exactt", "rewards.0.fn: exactt: burnish.rewards has no 'exactt'; did you mean 'exact'?"),
     ("rewards.0.fn={ref: exact, strip: 1}", "rewards.0.fn: exact takes no ['strip']"),
-    ("rewards.0.fn=parts.py:no_such_arguments", "rewards.0.fn: parts.py:no_such_arguments needs ['completion', 'answer']"),
-    ("rewards.1.fn=parts.py:exact", "rewards.1.fn: rewards.0 is called exact too"),
+    ("rewards.0.fn=my_parts.py:no_such_arguments", "rewards.0.fn: my_parts.py:no_such_arguments needs ['completion', 'answer']"),
+    ("rewards.1.fn=my_parts.py:exact", "rewards.1.fn: rewards.0 is called exact too"),
     ("rewards.0.weight=0", "rewards: every weight is 0"),
     ("algo.loss=ppo_clip", "algo.loss: ppo_clip needs ['eps_low', 'eps_high']"),
-    ("algo.loss=parts.py:loss_of_something_else", "needs ['values'], which neither the recipe nor this place provides. A loss may ask"),
-    ("algo.loss=parts.py:loss_of_the_reference", "asks for logp_ref, which is there only with algo.kl; add algo.kl.coef=0"),
-    ("algo.loss=parts.py:loss_without_gradient", "takes neither logp_cur nor entropy, so it has no gradient"),
-    ("algo.reduce=parts.py:one_argument", "is called with loss, mask, num_tokens, num_rollouts, which it does not take"),
+    ("algo.loss=my_parts.py:loss_of_something_else", "needs ['values'], which neither the recipe nor this place provides. A loss may ask"),
+    ("algo.loss=my_parts.py:loss_of_the_reference", "asks for logp_ref, which is there only with algo.kl; add algo.kl.coef=0"),
+    ("algo.loss=my_parts.py:loss_without_gradient", "takes neither logp_cur nor entropy, so it has no gradient"),
+    ("algo.reduce=my_parts.py:one_argument", "is called with loss, mask, num_tokens, num_rollouts, which it does not take"),
     ("algo.reduce=rollout_sum_over", "algo.reduce: rollout_sum_over needs ['length']"),
-    ("algo.advantage=parts.py:two_arguments", "algo.advantage: parts.py:two_arguments needs ['eps']"),
-    ("env=parts.py:NoStep", "env: parts.py:NoStep has no step; an environment is a class with start(task) and async step(text)"),
-    ("env=parts.py:NeedsSize", "env: parts.py:NeedsSize needs ['size']"),
+    ("algo.advantage=my_parts.py:two_arguments", "algo.advantage: my_parts.py:two_arguments needs ['eps']"),
+    ("env=my_parts.py:NoStep", "env: my_parts.py:NoStep has no step; an environment is a class with start(task) and async step(text)"),
+    ("env=my_parts.py:NeedsSize", "env: my_parts.py:NeedsSize needs ['size']"),
     ("monitor.sinks.0=tensorbord", "monitor.sinks.0: tensorbord: burnish.monitor.sinks has no 'tensorbord'; did you mean 'tensorboard'?"),
-    ("monitor.sinks.0=parts.py:Failing", "monitor.sinks.0: parts.py:Failing raised RuntimeError: the server is down"),
+    ("monitor.sinks.0=my_parts.py:Failing", "monitor.sinks.0: my_parts.py:Failing raised RuntimeError: the server is down"),
     ("monitor.sinks.0=trackio", "monitor.sinks.0: the sink trackio needs a library that is not installed: pip install burnish[trackio]"),
     ("train.samples_per_prompt=1", "train.samples_per_prompt is 1, and algo.advantage standardize compares the samples of one prompt:"),
     ("sampling.top_k=1", "sampling.top_k is 1, which draws the same sample each time"),
     ("tasks.source=nowhere", "tasks.source: nowhere: burnish.data.sources has no 'nowhere'"),
     ("tasks.source.lenght=3", "tasks.source: copy_digits takes no ['lenght']"),
     ("tasks.source.length=0", "tasks.source: length is 0"),
-    ("tasks.source=parts.py:empty", "tasks: the task source returned no tasks"),
-    ("tasks.source=parts.py:not_tasks", "tasks: item 0 of the task source is a str"),
-    ("tasks.source=parts.py:a_number", "tasks.source: parts.py:a_number returned a int; a source returns a list of burnish.types.Task"),
-    ("tasks.source=parts.py:raising", "tasks.source: parts.py:raising raised ZeroDivisionError: division by zero"),
+    ("tasks.source=my_parts.py:empty", "tasks: the task source returned no tasks"),
+    ("tasks.source=my_parts.py:not_tasks", "tasks: item 0 of the task source is a str"),
+    ("tasks.source=my_parts.py:a_number", "my_parts.py:a_number returned a int; a source returns a list of burnish.types.Task"),
+    ("tasks.source=my_parts.py:raising", "tasks.source: my_parts.py:raising raised ZeroDivisionError: division by zero"),
     ("tasks.held_out=100", "tasks: held_out is 100, but the source has 100 distinct prompts"),
     ("tasks.held_out=97", "has 100 distinct prompts, but tasks.held_out=97 and one step of train.prompts_per_step=4 need 101"),
-    ("tasks.source=parts.py:letters", "tasks: a prompt cannot be encoded: the model's tokenizer has no token for ['a', 'b', 'c']"),
-    ("tasks.source=parts.py:chat", "tasks: 50 of 50 prompts are lists of messages, but scratch llama has no chat template"),
+    ("tasks.source=my_parts.py:letters", "tasks: a prompt cannot be encoded: the model's tokenizer has no token for ['a', 'b', 'c']"),
+    ("tasks.source=my_parts.py:chat", "tasks: 50 of 50 prompts are lists of messages, but scratch llama has no chat template"),
     ("model.path=no/such/folder", "model.path no/such/folder: "),
     ("model.scratch.model_type=lama", "model.scratch.model_type: transformers has no causal language model 'lama'; did you mean"),
     ("model.scratch.config.hiden_size=3", "model.scratch.config: llama has no ['hiden_size']; did you mean 'hidden_size'?"),
@@ -148,7 +149,7 @@ def test_refusals(look, sets, told):
 
 def test_prompts_are_measured_also_where_there_are_many(look):
     for source in ("long", "many"):
-        (line,) = refusals(look, f"tasks.source=parts.py:{source}", "tasks.held_out=0")
+        (line,) = refusals(look, f"tasks.source=my_parts.py:{source}", "tasks.held_out=0")
         assert "sampling.max_new_tokens is 8 and the longest prompt has 30 tokens" in line
 
 
@@ -183,5 +184,5 @@ def test_notes(look, sets, told):
 
 
 def test_note_on_repeated_prompts(look):
-    assert look("tasks.source=parts.py:few", "tasks.held_out=5")[0] == "20 tasks have the prompt of another and are left out"
+    assert look("tasks.source=my_parts.py:few", "tasks.held_out=5")[0] == "20 tasks have the prompt of another and are left out"
     assert not any("warmup" in note for note in look("optim.warmup_updates=10", "train.epochs=2"))

@@ -156,6 +156,12 @@ def test_what_does_not_load(here, path, told):
     assert told in refused(Ref(path))
 
 
+def test_a_file_here_that_another_module_hides(here):
+    (here / "colorsys.py").write_text("def mine(): return 1\n")
+    assert refused(Ref("colorsys:mine")).endswith("colorsys.py. For the file here write colorsys.py:mine")
+    assert Ref("colorsys.py:mine").load()() == 1
+
+
 def test_short_names_are_hinted_at(here):
     told = refused(Ref("check_signatur"), room="burnish.ref")
     assert told == "check_signatur: burnish.ref has no 'check_signatur'; did you mean 'check_signature'?"
