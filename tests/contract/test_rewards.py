@@ -326,13 +326,16 @@ def test_what_the_child_started_is_killed_with_it(file, tmp_path):
     out = tmp_path / "pid"
     with RewardPool([setting(file, "parent_of_sleeper")]) as pool:
         assert pool.score([rollout("a", out=str(out))])[0].reward is None
-    pid = int(out.read_text())
-    for _ in range(50):
+    _wait_until_gone(int(out.read_text()))
+
+
+def _wait_until_gone(pid: int) -> None:
+    for _ in range(60):
         if not _is_running(pid):
             return
         time.sleep(0.05)
     os.kill(pid, 9)
-    pytest.fail("the sleeping grandchild outlived the pool")
+    pytest.fail(f"process {pid} is still running")
 
 
 def _is_running(pid: int) -> bool:
@@ -528,12 +531,33 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
             print(int(pool.score([made])[0].reward), flush=True)
             os.kill(os.getpid(), 9)
     '''))
-    pid = int(_run_script(path).stdout)
-    for _ in range(50):
-        if not _is_running(pid):
-            return
-        time.sleep(0.05)
-    pytest.fail("the worker outlived its parent")
+    _wait_until_gone(int(_run_script(path).stdout))
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_without_a_parent_ends_by_itself(tmp_path):
+    """The call holds the interpreter's lock in C, so that nothing but the kernel's timer can end it."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent('''
+        import os, re, threading
+        from burnish.config.settings import Reward
+        from burnish.ref import Ref
+        from burnish.rewards.pool import RewardPool
+        from burnish.types import Rollout, Task
+
+        def score(rollout, task):
+            with open("pid", "w") as file:
+                file.write(str(os.getpid()))
+            re.match(r"(a+)+$", "a" * 64 + "b")
+
+        if __name__ == "__main__":
+            pool = RewardPool([Reward(fn=Ref.of(score), timeout_s=2.0)])
+            threading.Timer(1.0, os.kill, [os.getpid(), 9]).start()
+            pool.score([Rollout(Task("t", "p"), 0, (1,), (True,), (0.0,), (), "end_token", 0)])
+    '''))
+    done = _run_script(path)   # returns when the worker has let go of stderr: after its limit and the grace
+    assert done.returncode == -9
+    _wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_relative_file_and_a_module_by_name(file, monkeypatch):
