@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,36 +19,33 @@ from burnish import __version__, checkpoint
 from burnish.algorithms.penalties import ESTIMATORS, KlController
 from burnish.chat.template import end_token_ids
 from burnish.config import Sampling, Settings
-from burnish.config.load import dump, load_recipe
-from burnish.data.tasks import Cursor, Split, split
+from burnish.config.load import dump, load_recipe, resumable_changes
+from burnish.data.tasks import Cursor, Split
 from burnish.engines.native import NativeEngine
-from burnish.evaluate import measure
-from burnish.evaluate.run import Evaluation, evaluate, success_of
+from burnish.evaluate.compare import compare
+from burnish.evaluate.run import Evaluation, evaluate
 from burnish.loops import StepRecord, sync
 from burnish.models.export import export
-from burnish.models.load import Loaded, load
-from burnish.models.policy import Policy
+from burnish.models.load import load
 from burnish.monitor.ledger import Clock, total
 from burnish.monitor.live import Live
 from burnish.monitor.report import write_report
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.monitor.writer import MetricsWriter, read_metrics, write_atomic
-from burnish.plan.preflight import check
-from burnish.rewards.pool import RewardPool
+from burnish.plan.preflight import ROOMS, examine
+from burnish.rewards.call import stop_in_worker
+from burnish.rewards.pool import RewardPool, reward_name
 from burnish.rollout import Kept, Visit, assemble, keep, run_groups, summarize
-from burnish.trainer import Algorithm, NonFiniteError, Reference, TrainState, schedule, train_step
-from burnish.trainer.optim import adamw
-from burnish.trainer.precision import Weights
+from burnish.trainer import COLUMNS, Algorithm, NonFiniteError, NothingMovedError, Reference, make_state, schedule, train_step
 from burnish.types import Batch, Group
-
-ROOMS = {
-    "advantage": "burnish.algorithms.advantages", "loss": "burnish.algorithms.policy_losses", "reduce": "burnish.algorithms.reduce",
-    "env": "burnish.envs", "source": "burnish.data.sources", "sink": "burnish.monitor.sinks",
-}
 
 
 class RunError(RuntimeError):
     """A run that had to stop. The text says why, and how to go on."""
+
+
+class FolderError(ValueError):
+    """A run's folder that cannot be used as asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,8 @@ class Trainer:
 
     @classmethod
     def from_recipe(
-        cls, recipe: str | Path, *, model: str | None = None, out: str | Path | None = None, resume: str | Path | None = None, **settings: Any
+        cls, recipe: str | Path, *, model: str | None = None, out: str | Path | None = None, resume: str | Path | None = None,
+        **settings: Any,
     ) -> Trainer:
         """A shipped recipe by name, or a YAML file. Other arguments are settings by name: steps=50, lr=1e-5, or
         **{"tasks.held_out": 100}; `model` is short for model.path.
@@ -90,26 +87,40 @@ class Trainer:
         """Train, evaluate, and leave a model that plain transformers loads. Raises before any weight is loaded where the
         settings cannot work, and RunError where the run had to stop.
         """
-        notes = check(self.settings)
+        stop_in_worker()
+        checked = examine(self.settings)
         self._claim_folder()
-        with _Session(self.settings, self.folder, self.resuming) as session:
-            for note in notes:
-                session.live.note(f"note: {note}")
-            try:
-                return session.run()
-            except (NonFiniteError, OSError, checkpoint.CheckpointError) as error:
+        try:
+            with _Session(self.settings, self.folder, checked.tasks, resuming=self.resuming) as session:
+                for note in checked.notes:
+                    session.live.note(f"note: {note}")
+                finished = session.run()
+            write_report(self.folder)
+            return finished
+        except BaseException as error:
+            with contextlib.suppress(Exception):     # a page about what there is; the error that ended the run is what counts
+                write_report(self.folder)
+            if isinstance(error, (NonFiniteError, NothingMovedError, OSError, checkpoint.CheckpointError)):
                 raise RunError(f"{error}\n{self._how_to_go_on()}") from error
+            raise
 
     def _claim_folder(self) -> None:
-        if self.resuming and not (self.folder / "settings.yaml").is_file():
-            raise ValueError(f"{self.folder} holds no run to resume: there is no settings.yaml in it")
-        if not self.resuming and (self.folder / "settings.yaml").exists():
-            raise ValueError(f"{self.folder} already holds a run; go on with it by resume={str(self.folder)!r} (--resume), or choose another out")
+        saved = self.folder / "settings.yaml"
+        if self.resuming and not saved.is_file():
+            raise FolderError(f"{self.folder} holds no run to resume: there is no settings.yaml in it")
+        if self.resuming:
+            resumable_changes(load_recipe(saved), self.settings)
+            last = checkpoint.newest(self.folder / "checkpoints")
+            if last and last.step > self.settings.train.steps:
+                raise FolderError(f"{self.folder} has made {last.step} steps already; set train.steps to more than that to go on")
+        elif saved.exists():
+            how = f"go on with it by resume={str(self.folder)!r} (--resume), or choose another out"
+            raise FolderError(f"{self.folder} already holds a run; {how}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.folder / "settings.yaml", dump(self.settings).encode())
+            write_atomic(saved, dump(self.settings).encode())
         except OSError as error:
-            raise ValueError(f"cannot write to {self.folder}: {error.strerror}; choose another folder with out (--out)") from error
+            raise FolderError(f"cannot write to {self.folder}: {error.strerror}; choose another folder with out (--out)") from error
 
     def _how_to_go_on(self) -> str:
         last = checkpoint.newest(self.folder / "checkpoints")
@@ -121,8 +132,8 @@ class Trainer:
 class _Session:
     """The parts of a run while it runs."""
 
-    def __init__(self, settings: Settings, folder: Path, resuming: bool) -> None:
-        self.settings, self.folder = settings, folder
+    def __init__(self, settings: Settings, folder: Path, tasks: Split, *, resuming: bool) -> None:
+        self.settings, self.folder, self.tasks = settings, folder, tasks
         self.began = time.perf_counter()
         self.saved = checkpoint.newest(folder / "checkpoints") if resuming else None
         self.start_step = self.saved.step if self.saved else 0
@@ -135,20 +146,22 @@ class _Session:
             self.clock = Clock()
             self.live = self.stack.enter_context(Live(s.train.steps, name=s.name, start_step=self.start_step))
             self.live.status("checking the rewards")
-            self.pool = self.stack.enter_context(RewardPool(s.rewards))
-            self.live.status("making tasks")
-            self.tasks = _tasks(s)
+            self.pool = self.stack.enter_context(RewardPool(s.rewards, log=self.folder / "rewards.log"))
             self.cursor = Cursor(self.tasks.train, seed=s.seed, shuffle=s.tasks.shuffle)
             self.live.status("loading the model")
             self.loaded = load(s.model, seed=s.seed)
-            self.state = make_state(self.loaded, s)
-            self.engine = make_engine(self.state.policy, self.loaded, slots=s.train.slots)
+            kl = KlController(s.algo.kl.coef, s.algo.kl.target_nats, s.algo.kl.horizon_rollouts) if s.algo.kl else None
+            self.state = make_state(
+                self.loaded.module, dtype=s.model.dtype, betas=s.optim.betas, eps=s.optim.eps, weight_decay=s.optim.weight_decay, kl=kl
+            )
+            self.engine = NativeEngine(
+                self.state.policy, self.loaded.tokenizer, context_tokens=self.loaded.context_tokens, slots=s.train.slots
+            )
             self.reference = Reference(self.state.policy) if s.algo.kl else None
             self._restore()
-            sinks = [sink.bind(room=ROOMS["sink"])() for sink in s.monitor.sinks]
-            self.writer = self.stack.enter_context(
-                MetricsWriter(self.folder, sinks, self.start_step if self.saved else -1 if self.resuming else None, settings=s.model_dump(mode="json"))
-            )
+            sinks = [sink.bind(room=ROOMS["monitor.sinks"])() for sink in s.monitor.sinks]
+            known = self.start_step if self.saved else -1 if self.resuming else None   # -1: nothing of the run is kept
+            self.writer = self.stack.enter_context(MetricsWriter(self.folder, sinks, known, settings=s.model_dump(mode="json")))
             self._save_facts()
         except BaseException:
             self.stack.__exit__(*sys.exc_info())
@@ -161,9 +174,9 @@ class _Session:
     def run(self) -> Finished:
         s, state = self.settings, self.state
         env = s.env.bind(room=ROOMS["env"])
-        self.parts = dict(
-            engine=self.engine, tokenizer=self.loaded.tokenizer, env=env, scorer=self.pool, seed=s.seed, clock=self.clock
-        )
+        self.parts = {
+            "engine": self.engine, "tokenizer": self.loaded.tokenizer, "env": env, "scorer": self.pool, "seed": s.seed, "clock": self.clock,
+        }
         if self.tasks.held_out and self.start_step == 0:
             self._log(0, self._evaluate(0))
         sync(
@@ -190,25 +203,26 @@ class _Session:
     def _assemble(self, groups: Sequence[Group]) -> Batch:
         """Advantages, with the reference's log-probs and the KL penalty where the algorithm has them."""
         s, kl = self.settings, self.settings.algo.kl
-        advantage = s.algo.advantage.bind(provided=("reward",), room=ROOMS["advantage"])
+        advantage = s.algo.advantage.bind(provided=("reward",), room=ROOMS["algo.advantage"])
         if kl is None:
             return assemble(groups, advantage=advantage)
         rollouts = [item.rollout for g in groups for item in g.scored]
         self.live.status("scoring with the reference")
         logp_ref = self.reference.logprobs(
-            rollouts, sampling=_distribution(s.sampling), tokens_per_micro_batch=s.train.tokens_per_micro_batch
+            rollouts, sampling=s.sampling, tokens_per_micro_batch=s.train.tokens_per_micro_batch
         )
         penalty = None
         if kl.place == "reward":
-            penalty = [self.state.kl.coef * _kl_sum(r.logp_gen, ref, r.sampled, kl.estimator) for r, ref in zip(rollouts, logp_ref, strict=True)]
+            sums = [_kl_sum(r.logp_gen, ref, r.sampled, kl.estimator) for r, ref in zip(rollouts, logp_ref, strict=True)]
+            penalty = [self.state.kl.coef * nats for nats in sums]
         return assemble(groups, advantage=advantage, logp_ref=logp_ref, kl_penalty=penalty)
 
     def _updater(self) -> Callable[[Batch], dict[str, float]]:
         s, state = self.settings, self.state
         kl = s.algo.kl
         algo = Algorithm(
-            loss=s.algo.loss.bind(provided=_columns(), room=ROOMS["loss"]),
-            reduce=s.algo.reduce.bind(provided=("loss", "mask", "num_tokens", "num_rollouts"), room=ROOMS["reduce"]),
+            loss=s.algo.loss.bind(provided=COLUMNS, room=ROOMS["algo.loss"]),
+            reduce=s.algo.reduce.bind(provided=("loss", "mask", "num_tokens", "num_rollouts"), room=ROOMS["algo.reduce"]),
             kl={"estimator": kl.estimator, "gradient": kl.gradient} if kl and kl.place == "loss" and kl.coef > 0 else None,
         )
         lr_of = partial(
@@ -216,7 +230,7 @@ class _Session:
             warmup_updates=s.optim.warmup_updates, kind=s.optim.schedule, final_lr_frac=s.optim.final_lr_frac,
         )
         step = partial(
-            train_step, state, algo=algo, sampling=_distribution(s.sampling), lr_of=lr_of, clip_norm=s.optim.clip_norm,
+            train_step, state, algo=algo, sampling=s.sampling, lr_of=lr_of, clip_norm=s.optim.clip_norm,
             epochs=s.train.epochs, minibatches=s.train.minibatches, tokens_per_micro_batch=s.train.tokens_per_micro_batch,
             max_skipped=s.train.max_skipped_updates, seed=s.seed, dropout=bool(s.model.lora and s.model.lora.dropout),
             progress=partial(self.live.status, "training"),
@@ -322,62 +336,23 @@ class _Session:
         self.live.status("writing the model and the report")
         ends = end_token_ids(self.loaded.tokenizer, s.sampling.end_tokens)
         export(self.loaded.module, self.loaded.tokenizer, self.folder / "model", end_token_ids=ends, stop=s.sampling.stop)
+        rest = self.clock.cut()
         summary = {
             "name": s.name, "seed": s.seed, "steps": s.train.steps, "wall_s": time.perf_counter() - self.began,
-            "ledger": total(read_metrics(self.folder)), **self._compare(),
+            "ledger": total([*read_metrics(self.folder), rest]), **self._compare(),
         }
         write_atomic(self.folder / "summary.json", json.dumps(summary, indent=1).encode())
-        write_report(self.folder)
         return Finished(self.folder, summary)
 
     def _compare(self) -> dict[str, Any]:
         """Held-out before and after, read back from what was written, so that a resumed run compares with its own start."""
         if not self.tasks.held_out:
             return {}
-        e = self.settings.evaluate
         first, last = (read_rollouts(self.folder / "evals" / f"step-{n:06d}.parquet") for n in (0, self.settings.train.steps))
-        before, after = success_of(first, e.success_reward), success_of(last, e.success_reward)
-        ids = [t.id for t in self.tasks.held_out]
-        paired = measure.paired([before[i] for i in ids], [after[i] for i in ids])
-        test = asdict(paired)
-        return {
-            "before": _accuracy(before), "after": _accuracy(after), "examples": _examples(first, last),
-            "paired": {"difference_frac": test.pop("difference"), **test},
-        }
-
-
-def make_state(loaded: Loaded, settings: Settings) -> TrainState:
-    """The model on its device in its precision, its optimizer, and the KL coefficient."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    loaded.module.to(device)
-    weights = Weights(loaded.module, dtype=settings.model.dtype)
-    o, kl = settings.optim, settings.algo.kl
-    return TrainState(
-        policy=Policy(loaded.module), weights=weights,
-        optimizer=adamw(weights, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay),
-        kl=KlController(kl.coef, kl.target_nats, kl.horizon_rollouts) if kl else None,
-    )
-
-
-def make_engine(policy: Policy, loaded: Loaded, *, slots: int) -> NativeEngine:
-    return NativeEngine(
-        policy, loaded.tokenizer, context_tokens=loaded.context_tokens, slots=slots,
-        end_token_ids=lambda sampling: end_token_ids(loaded.tokenizer, sampling.end_tokens),
-    )
-
-
-def _tasks(s: Settings) -> Split:
-    return split(s.tasks.source.bind(room=ROOMS["source"])(), held_out=s.tasks.held_out, seed=s.seed)
-
-
-def _columns() -> Sequence[str]:
-    from burnish.trainer import COLUMNS
-
-    return COLUMNS
-
-
-def _distribution(sampling: Sampling) -> dict[str, float]:
-    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return compare(
+            first, last, success_reward=self.settings.evaluate.success_reward,
+            reward_names=[reward_name(r) for r in self.settings.rewards],
+        )
 
 
 def _kl_sum(logp: Sequence[float], logp_ref: Sequence[float], sampled: Sequence[bool], estimator: str) -> float:
@@ -394,30 +369,6 @@ def _advantages(groups: Sequence[Group], kept: Kept, batch: Batch) -> list[list[
         for item, row in zip((i for g in kept.groups for i in g.scored), batch.rows, strict=True)
     }
     return [[trained.get((i.rollout.task.id, i.rollout.sample)) for i in g.scored] for g in groups]
-
-
-def _accuracy(success: Mapping[str, float | None]) -> dict[str, float]:
-    known = [v for v in success.values() if v is not None]
-    if not known:
-        return {"num_items": 0}
-    i = measure.interval(known)
-    return {"accuracy_frac": i.mean, "low": i.low, "high": i.high, "num_items": i.num_items}
-
-
-def _examples(first: Sequence[Group], last: Sequence[Group], count: int = 12) -> list[dict[str, Any]]:
-    """Held-out tasks answered before and after: half of those that changed, half of the rest, in their own order."""
-    pairs = list(zip(first, last, strict=True))
-    changed = [p for p in pairs if p[0].scored[0].reward != p[1].scored[0].reward]
-    same = [p for p in pairs if p[0].scored[0].reward == p[1].scored[0].reward]
-    chosen = changed[: max(count // 2, count - len(same))] + same[: max(count // 2, count - len(changed))]
-    return [
-        {
-            "task_id": before.task.id, "prompt": before.scored[0].rollout.turns[0].text if before.scored[0].rollout.turns else "",
-            "answer": before.task.answer, "before": before.scored[0].rollout.text, "after": after.scored[0].rollout.text,
-            "before_reward": before.scored[0].reward, "after_reward": after.scored[0].reward,
-        }
-        for before, after in chosen
-    ]
 
 
 def _peak_gib() -> float:

@@ -10,29 +10,25 @@ import torch
 
 from burnish.algorithms.policy_losses import ppo_clip
 from burnish.algorithms.reduce import token_mean
-from burnish.api import make_engine
+from burnish.config import Sampling
+from burnish.engines.native import NativeEngine
 from burnish.models.policy import Policy
 from burnish.rollout.batch import batch_of
-from burnish.trainer import Algorithm, TrainState
+from burnish.trainer import Algorithm, TrainState, make_state
 from burnish.trainer.columns import score_rows
-from burnish.trainer.optim import adamw
-from burnish.trainer.precision import Weights
 from burnish.types import Batch, Row
 
-PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PLAIN = Sampling()
 CLIP = partial(ppo_clip, eps_low=0.2, eps_high=0.28)
 GRPO = Algorithm(CLIP, token_mean)
 
 
-def state_of(loaded, *, dtype: str = "float32", kl=None) -> TrainState:
-    weights = Weights(loaded.module, dtype=dtype)
-    return TrainState(
-        policy=Policy(loaded.module), weights=weights, optimizer=adamw(weights, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), kl=kl
-    )
+def state_of(loaded, **values) -> TrainState:
+    return make_state(loaded.module, **values)
 
 
-def engine_of(loaded, *, slots: int = 64):
-    return make_engine(Policy(loaded.module), loaded, slots=slots)
+def engine_of(loaded, *, slots: int = 64) -> NativeEngine:
+    return NativeEngine(Policy(loaded.module), loaded.tokenizer, context_tokens=loaded.context_tokens, slots=slots)
 
 
 def random_rows(num: int = 8, *, vocab: int = 60, seed: int = 0, holes: bool = True, ref: bool = False) -> list[Row]:

@@ -52,6 +52,19 @@ class Sampling(Strict):
             raise ValueError("an empty stop string would end every turn at once; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _greedy_needs_no_filter(self) -> Sampling:
+        filters = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != type(self).model_fields[name].default]
+        if self.temperature == 0 and filters:
+            why = f"temperature 0 takes the most probable token, so {filters[0]} changes nothing"
+            raise ValueError(f"{why}; remove it, or give a temperature")
+        return self
+
+    @property
+    def distribution(self) -> dict[str, float]:
+        """What shapes the distribution that a token is drawn from, by the names of models.logprobs."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
 
 class EvalSampling(Sampling):
     """As sampling, but the most probable token is taken unless a temperature is given."""

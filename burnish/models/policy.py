@@ -65,6 +65,8 @@ class Policy:
     def _check_split(self) -> None:
         token_BT = torch.arange(4, device=self.device)[None] % self.config.get_text_config().vocab_size
         own = self.base(input_ids=token_BT, use_cache=False).logits.float()
+        if not bool(torch.isfinite(own).all()):
+            raise ValueError(f"{type(self.base).__name__} gives logits that are not finite for ordinary tokens; its weights are damaged")
         ours = self.logits(self.hidden(token_BT))
         if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
             raise ValueError(

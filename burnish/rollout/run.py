@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,7 +87,7 @@ def run_groups(
         with _phase(clock, "generate"):
             completions = engine.generate(requests, sampling, progress=progress)
         with _phase(clock, "reward"):
-            asyncio.run(_turns(living, completions, tokenizer, env_timeout_s))
+            _finish(_turns(living, completions, tokenizer, env_timeout_s))
     rollouts = [e.frozen() for e in episodes]
     with _phase(clock, "reward"):
         scored = _score(rollouts, scorer)
@@ -137,6 +138,17 @@ async def _turn(episode: _Episode, completion: Completion, tokenizer: Any, timeo
         episode.stop = f"error:env: no reply within {timeout_s:g} s"
     except Exception as error:
         episode.stop = f"error:env: {type(error).__name__}: {error}"
+
+
+def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, also where an event loop is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
 
 
 def _score(rollouts: Sequence[Rollout], scorer: Scorer) -> list[Scored]:

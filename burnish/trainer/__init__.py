@@ -3,7 +3,10 @@
 from burnish.trainer.columns import COLUMNS, micro_batches
 from burnish.trainer.optim import schedule
 from burnish.trainer.reference import Reference
-from burnish.trainer.state import TrainState
+from burnish.trainer.state import TrainState, make_state
 from burnish.trainer.step import Algorithm, NonFiniteError, NothingMovedError, train_step
 
-__all__ = ["COLUMNS", "Algorithm", "NonFiniteError", "NothingMovedError", "Reference", "TrainState", "micro_batches", "schedule", "train_step"]
+__all__ = [
+    "COLUMNS", "Algorithm", "NonFiniteError", "NothingMovedError", "Reference", "TrainState", "make_state", "micro_batches", "schedule",
+    "train_step",
+]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from burnish.config import Sampling
 from burnish.models.logprobs import token_logprobs
 from burnish.models.policy import Policy
 from burnish.types import Row
@@ -66,23 +67,23 @@ def collate(
     return MicroBatch(tuple(index), padded([r.tokens for r in chosen], torch.long), mask_BT, given)
 
 
-def score(policy: Policy, batch: MicroBatch, sampling: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+def score(policy: Policy, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each sampled token under the policy as it is now. -> [B,T], [B,T], 0 where not mask.
 
-    Only the positions that predict a sampled token go through the head. `sampling` holds temperature, top_k, top_p, min_p.
+    Only the positions that predict a sampled token go through the head. `sampling` is what they were drawn with.
     """
     hidden_BTD = policy.hidden(batch.token_BT)
     row, at = torch.nonzero(batch.mask_BT, as_tuple=True)
     if bool((at == 0).any()):
         raise ValueError("the first token of a rollout is marked as sampled; nothing precedes it that could have predicted it")
-    logp_N, entropy_N = token_logprobs(hidden_BTD[row, at - 1], batch.token_BT[row, at], logits=policy.logits, **sampling)
+    logp_N, entropy_N = token_logprobs(hidden_BTD[row, at - 1], batch.token_BT[row, at], logits=policy.logits, **sampling.distribution)
     blank = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=logp_N.device)
     return blank.index_put((row, at), logp_N), blank.index_put((row, at), entropy_N)
 
 
 @torch.no_grad()
 def score_rows(
-    policy: Policy, rows: Sequence[Row], *, sampling: Mapping[str, float], tokens_per_micro_batch: int
+    policy: Policy, rows: Sequence[Row], *, sampling: Sampling, tokens_per_micro_batch: int
 ) -> list[tuple[float, ...]]:
     """Log-probs [T] of each row in nats, 0.0 where not sampled, in the order of the rows; nothing is trained."""
     out: list[tuple[float, ...]] = [()] * len(rows)

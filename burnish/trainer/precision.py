@@ -27,7 +27,7 @@ class Weights:
             for p in module.parameters():
                 p.data = p.data.to(compute)
         else:
-            self.masters = {name: p for name, p in self.params.items()}
+            self.masters = dict(self.params)
 
     def collect_grads(self) -> None:
         """After each backward: add the module's gradients to the masters' and clear them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from burnish.config import Sampling
 from burnish.models.policy import Policy
 from burnish.trainer.columns import score_rows
 from burnish.types import Rollout, Row
@@ -24,7 +25,7 @@ class Reference:
             self.frozen = Policy(module.eval())
 
     def logprobs(
-        self, rollouts: Sequence[Rollout], *, sampling: Mapping[str, float], tokens_per_micro_batch: int
+        self, rollouts: Sequence[Rollout], *, sampling: Sampling, tokens_per_micro_batch: int
     ) -> list[tuple[float, ...]]:
         """[T] nats of each rollout, 0.0 where not sampled, in the order given."""
         rows = [Row(r.tokens, r.sampled, r.logp_gen, None, 0.0, 0.0) for r in rollouts]

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burnish.algorithms.penalties import KlController
 from burnish.models.policy import Policy
+from burnish.trainer.optim import adamw
 from burnish.trainer.precision import Weights
 
 
 @dataclass(slots=True)
 class TrainState:
+    """Made by make_state; changed by train_step only."""
+
     policy: Policy
     weights: Weights
     optimizer: torch.optim.Optimizer
@@ -54,3 +57,13 @@ class TrainState:
             setattr(self, name, numbers[name])
         if self.kl is not None and numbers["kl_coef"] is not None:
             self.kl.coef = numbers["kl_coef"]
+
+
+def make_state(
+    module: nn.Module, *, dtype: str = "float32", betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
+    kl: KlController | None = None,
+) -> TrainState:
+    """A causal LM made ready to train: on the accelerator where there is one, computing in `dtype`, with AdamW on float32 weights."""
+    module.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    weights = Weights(module, dtype=dtype)
+    return TrainState(Policy(module), weights, adamw(weights, betas=betas, eps=eps, weight_decay=weight_decay), kl)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.penalties import k3, kl_loss
+from burnish.config import Sampling
 from burnish.trainer.columns import COLUMNS, MicroBatch, collate, micro_batches, score, score_rows
 from burnish.trainer.state import TrainState
 from burnish.types import Batch, Row
@@ -66,7 +67,7 @@ def train_step(
     batch: Batch,
     algo: Algorithm,
     *,
-    sampling: Mapping[str, float],
+    sampling: Sampling,
     lr_of: Callable[[int], float],
     clip_norm: float,
     epochs: int = 1,
@@ -79,7 +80,7 @@ def train_step(
 ) -> dict[str, float]:
     """All updates on the rollouts of one step, epochs x minibatches of them. Changes `state`, returns metrics.
 
-    `sampling` (temperature, top_k, top_p, min_p) is what the rollouts were drawn with; `lr_of(update)` counts from 1.
+    `sampling` is what the rollouts were drawn with; `lr_of(update)` counts from 1.
     A batch in which no row has an advantage makes no update unless there is a KL loss.
     """
     sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
@@ -128,7 +129,7 @@ def _gradients(
     tally: Tally,
     *,
     first: bool,
-    sampling: Mapping[str, float],
+    sampling: Sampling,
     tokens_per_micro_batch: int,
 ):
     """Add up the gradients of one update. Yields after each micro-batch whether its loss was finite, and ends where not."""

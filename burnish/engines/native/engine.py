@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from burnish.chat.template import end_token_ids
 from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, Request
 from burnish.engines.native.cache import SlotCache, prefix_of
@@ -53,12 +54,9 @@ class NativeEngine:
 
     abilities = Abilities(logprobs=True, shares_weights=True)
 
-    def __init__(
-        self, policy: Policy, tokenizer: Any, *, context_tokens: int, slots: int = 64, end_token_ids: Callable[[Sampling], Sequence[int]]
-    ) -> None:
+    def __init__(self, policy: Policy, tokenizer: Any, *, context_tokens: int, slots: int = 64) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.context_tokens, self.slots = context_tokens, slots
-        self.end_token_ids = end_token_ids
         self.version = 0
         self.cache: SlotCache | None = None
         self.windows = _windows(policy.config.get_text_config())
@@ -115,7 +113,8 @@ class _Run:
         self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling, progress: Callable[[int, int], None] | None
     ) -> None:
         self.engine, self.requests, self.sampling, self.progress = engine, requests, sampling, progress
-        self.stops = Stops(engine.tokenizer, end_token_ids=engine.end_token_ids(sampling), stop=sampling.stop)
+        ends = end_token_ids(engine.tokenizer, sampling.end_tokens)
+        self.stops = Stops(engine.tokenizer, end_token_ids=ends, stop=sampling.stop)
         self.done: dict[int, Completion] = {}
         self.active: list[_Sequence] = []
         self.prefixes: dict[tuple[int, ...], _Prefix] = {}

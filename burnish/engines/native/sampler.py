@@ -44,9 +44,7 @@ def draw(logits_NV: Tensor, uniform_N: np.ndarray, sampling: Sampling) -> tuple[
     if sampling.temperature == 0:
         token_N = logits_NV.argmax(-1)
         return _marked(token_N, logits_NV), torch.zeros(len(token_N), device=logits_NV.device)
-    z = sampling_logits(
-        logits_NV, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
-    )
+    z = sampling_logits(logits_NV, **sampling.distribution)
     log_mass_N = torch.logsumexp(z, -1)
     prob = torch.exp(z - log_mass_N[:, None])
     if extra := -prob.shape[-1] % BLOCK:

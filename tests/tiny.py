@@ -1,0 +1,43 @@
+"""A whole run in a second or two: the settings that tests change one field of."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.config import Settings
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "scratch": {
+            "alphabet": "0123456789>",
+            "config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            },
+        }
+    },
+    "tasks": {"source": {"ref": "copy_digits", "length": 2}, "held_out": 10},
+    "rewards": [{"fn": "positions", "isolate": False}],
+    "sampling": {"max_new_tokens": 2},
+    "algo": {"loss": {"ref": "ppo_clip", "eps_low": 0.2, "eps_high": 0.28}},
+    "train": {"steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4},
+    "optim": {"lr": 3e-3, "warmup_updates": 2, "schedule": "cosine"},
+    "evaluate": {"every_steps": 3, "sampling": {"max_new_tokens": 2}},
+    "checkpoint": {"every_steps": 2},
+    "monitor": {"sinks": []},
+}
+
+
+def tiny(changes: Mapping[str, Any] | None = None) -> Settings:
+    """TINY with changes by dotted name."""
+    raw = copy.deepcopy(TINY)
+    for name, value in (changes or {}).items():
+        *path, last = name.split(".")
+        node = raw
+        for key in path:
+            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
+        node[int(last) if isinstance(node, list) else last] = value
+    return Settings.model_validate_json(json.dumps(raw))
