@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +41,15 @@ from burnish.trainer import COLUMNS, Algorithm, NonFiniteError, NothingMovedErro
 from burnish.types import Batch, Group
 
 
+MAX_UNSCORED_STEPS = 3
+
+
 class RunError(RuntimeError):
     """A run that had to stop. The text says why, and how to go on."""
+
+
+class NoRewardError(RuntimeError):
+    """Steps in a row without a single reward."""
 
 
 class FolderError(ValueError):
@@ -100,7 +108,7 @@ class Trainer:
         except BaseException as error:
             with contextlib.suppress(Exception):     # a page about what there is; the error that ended the run is what counts
                 write_report(self.folder)
-            if isinstance(error, (NonFiniteError, NothingMovedError, OSError, checkpoint.CheckpointError)):
+            if isinstance(error, (NonFiniteError, NothingMovedError, NoRewardError, OSError, checkpoint.CheckpointError)):
                 raise RunError(f"{error}\n{self._how_to_go_on()}") from error
             raise
 
@@ -139,6 +147,7 @@ class _Session:
         self.start_step = self.saved.step if self.saved else 0
         self.resuming = resuming
         self.stack = contextlib.ExitStack()
+        self.unscored_steps = 0
 
     def __enter__(self) -> _Session:
         s = self.settings
@@ -253,12 +262,25 @@ class _Session:
         s, step = self.settings, record.step
         metrics = summarize(record.groups, record.kept, success_reward=s.evaluate.success_reward) | record.metrics
         self._save_rollouts("rollouts", step, record.groups, record)
+        self._stop_without_rewards(record)
         due = s.evaluate.every_steps and step % s.evaluate.every_steps == 0
         if self.tasks.held_out and (due or step == s.train.steps):
             metrics |= self._evaluate(step)
         self._log(step, metrics, record)
         if step % s.checkpoint.every_steps == 0 or step == s.train.steps:
             self._save()
+
+    def _stop_without_rewards(self, record: StepRecord) -> None:
+        """One step may meet a judge that is down; several in a row are a reward that does not work."""
+        scored = [s for g in record.groups for s in g.scored]
+        self.unscored_steps = 0 if any(s.reward is not None for s in scored) else self.unscored_steps + 1
+        if self.unscored_steps >= MAX_UNSCORED_STEPS:
+            reasons = Counter(f"{name}: {text}" for s in scored for name, text in s.errors.items())
+            text, count = reasons.most_common(1)[0]
+            raise NoRewardError(
+                f"not one rollout of the last {self.unscored_steps} steps could be scored, so there is nothing to learn from; "
+                f"in step {record.step}, {count} of {len(scored)} times: {text}"
+            )
 
     def _evaluate(self, step: int) -> dict[str, float]:
         e = self.settings.evaluate

@@ -19,6 +19,7 @@ from burnish.types import Rollout, Scored
 
 MAX_IN_FLIGHT = 32
 IN_FLIGHT_S = 0.02
+MIN_CALL_S = 1e-5
 
 
 def reward_name(reward: Setting) -> str:
@@ -226,6 +227,8 @@ class _Driver(threading.Thread):
             except Died as died:
                 self._lose(f"RuntimeError: the worker process died in this call: {died}", started=self._running is not None)
             except BaseException as error:  # nobody else would answer the jobs
+                if not self._flight and (job := self._queue.take(wait=False)) is not None:
+                    self._flight.append(job)   # should this come again, each round still answers one
                 self._drop(f"RuntimeError: the reward pool failed: {describe(error)}")
         self._drop("RuntimeError: the reward pool was closed")
 
@@ -271,7 +274,7 @@ class _Driver(threading.Thread):
             self._running = message[1]
         else:
             self._running = None
-            self._call_s += 0.1 * (now - self._since - self._call_s)
+            self._call_s = max(MIN_CALL_S, 0.9 * self._call_s + 0.1 * (now - self._since))   # answers may arrive in the same read
             head.answer(message[1], Answer(message[2], message[3]))
             if not head.todo:
                 self._flight.popleft()

@@ -565,3 +565,18 @@ def test_a_relative_file_and_a_module_by_name(file, monkeypatch):
     assert score(Reward(fn=Ref("my_rewards.py:half")), "n3") == [(1.5, "")]
     monkeypatch.syspath_prepend(str(file.parent))
     assert score(Reward(fn=Ref("my_rewards:half")), "n3") == [(1.5, "")]
+
+
+def test_a_long_run_of_cheap_calls_keeps_being_scored(file):
+    """The time of a call that the pool keeps may not run down to nothing when answers arrive many at once."""
+    with RewardPool([setting(file, "one")]) as pool:
+        for _ in range(4):
+            assert {s.reward for s in pool.score([rollout("x", n) for n in range(8000)])} == {1.0}
+
+
+def test_an_error_of_the_pool_itself_answers_every_rollout(file, monkeypatch):
+    """Whatever breaks inside: no rollout waits for ever, and none gets a number."""
+    with RewardPool([setting(file, "one")]) as pool:
+        monkeypatch.setattr("burnish.rewards.pool._Driver._feed", lambda self: 1 / 0)
+        scored = pool.score([rollout("x", n) for n in range(20)])
+    assert all(s.reward is None and "ZeroDivisionError" in s.errors["one"] for s in scored)
