@@ -35,11 +35,10 @@ from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.monitor.writer import MetricsWriter, read_metrics, write_atomic
 from burnish.plan.preflight import ROOMS, examine
 from burnish.rewards.call import stop_in_worker
-from burnish.rewards.pool import RewardPool, reward_name
+from burnish.rewards.pool import RewardPool
 from burnish.rollout import Kept, Visit, assemble, keep, run_groups, summarize
 from burnish.trainer import COLUMNS, Algorithm, NonFiniteError, NothingMovedError, Reference, make_state, schedule, train_step
 from burnish.types import Batch, Group
-
 
 MAX_UNSCORED_STEPS = 3
 
@@ -371,10 +370,7 @@ class _Session:
         if not self.tasks.held_out:
             return {}
         first, last = (read_rollouts(self.folder / "evals" / f"step-{n:06d}.parquet") for n in (0, self.settings.train.steps))
-        return compare(
-            first, last, success_reward=self.settings.evaluate.success_reward,
-            reward_names=[reward_name(r) for r in self.settings.rewards],
-        )
+        return compare(first, last, success_reward=self.settings.evaluate.success_reward)
 
 
 def _kl_sum(logp: Sequence[float], logp_ref: Sequence[float], sampled: Sequence[bool], estimator: str) -> float:

@@ -117,7 +117,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one optimizer step, with the counts of the whole step that every reduction divides by."""
+    """The rows of one step and their counts."""
 
     rows: tuple[Row, ...]
     num_tokens: int                # sampled tokens of all rows

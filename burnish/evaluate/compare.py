@@ -11,15 +11,10 @@ from burnish.evaluate.run import success_of
 from burnish.types import Group
 
 
-def compare(
-    before: Sequence[Group], after: Sequence[Group], *, success_reward: float, reward_names: Sequence[str], num_examples: int = 12
-) -> dict[str, Any]:
+def compare(before: Sequence[Group], after: Sequence[Group], *, success_reward: float, num_examples: int = 12) -> dict[str, Any]:
     """The evaluation's part of summary.json, as plain data. `before` and `after` hold the same tasks in the same order."""
     was, is_now = success_of(before, success_reward), success_of(after, success_reward)
-    out = {
-        "before": _accuracy(was), "after": _accuracy(is_now), "examples": _examples(before, after, num_examples),
-        "scores": {name: {"before": _score_mean(before, name), "after": _score_mean(after, name)} for name in reward_names},
-    }
+    out = {"before": _accuracy(was), "after": _accuracy(is_now), "examples": _examples(before, after, num_examples)}
     if any(was[i] is not None and is_now[i] is not None for i in was):
         test = asdict(measure.paired([was[i] for i in was], [is_now[i] for i in was]))
         out["paired"] = {"difference_frac": test.pop("difference"), **test}
@@ -32,12 +27,6 @@ def _accuracy(success: Mapping[str, float | None]) -> dict[str, Any]:
         return {"num_items": 0}
     i = measure.interval(known)
     return {"accuracy_frac": i.mean, "low": i.low, "high": i.high, "num_items": i.num_items}
-
-
-def _score_mean(groups: Sequence[Group], name: str) -> float | None:
-    """Mean of one reward before weights, over the samples that it could score."""
-    scores = [s.scores[name] for g in groups for s in g.scored if s.scores.get(name) is not None]
-    return sum(scores) / len(scores) if scores else None
 
 
 def _examples(before: Sequence[Group], after: Sequence[Group], count: int) -> list[dict[str, Any]]:

@@ -269,3 +269,12 @@ def test_an_edge_never_gives_a_token_without_probability():
     for u in (0.0, 1 / 3, 2 / 3, 1 - 2**-53):
         token, _ = draw(logits, np.array([u]), Sampling())
         assert int(token) in (3, 300, 599)
+
+
+def test_nothing_is_taken_from_the_models_own_generation_settings(make_tiny):
+    plain, opinionated = make_tiny("llama"), make_tiny("llama")
+    settings = opinionated.module.generation_config
+    settings.do_sample, settings.temperature, settings.top_k, settings.eos_token_id, settings.max_new_tokens = True, 0.1, 1, [5, 6, 7, 8], 2
+    assert engine_of(plain).generate(requests(plain), SAMPLINGS["plain"]) == engine_of(opinionated).generate(
+        requests(opinionated), SAMPLINGS["plain"]
+    )
