@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ import torch
 from burnish import __version__, checkpoint
 from burnish.algorithms.penalties import ESTIMATORS, KlController
 from burnish.chat.template import end_token_ids
+from burnish.checkpoint.claim import FolderError, hold
 from burnish.config import Sampling, Settings
 from burnish.config.load import dump, load_recipe, resumable_changes
-from burnish.data.tasks import Cursor, Split
+from burnish.data.tasks import Cursor, Split, digest
 from burnish.engines.native import NativeEngine
 from burnish.evaluate.compare import compare
 from burnish.evaluate.run import Evaluation, evaluate
@@ -51,8 +52,8 @@ class NoRewardError(RuntimeError):
     """Steps in a row without a single reward."""
 
 
-class FolderError(ValueError):
-    """A run's folder that cannot be used as asked."""
+STOPS = (NonFiniteError, NothingMovedError, NoRewardError, OSError, checkpoint.CheckpointError)
+"""What ends a run with a text for people and a way to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,38 +97,41 @@ class Trainer:
         """
         stop_in_worker()
         checked = examine(self.settings)
-        self._claim_folder()
-        try:
-            with _Session(self.settings, self.folder, checked.tasks, resuming=self.resuming) as session:
-                for note in checked.notes:
-                    session.live.note(f"note: {note}")
-                finished = session.run()
-            write_report(self.folder)
-            return finished
-        except BaseException as error:
-            with contextlib.suppress(Exception):     # a page about what there is; the error that ended the run is what counts
+        with self._claimed():
+            try:
+                with _Session(self.settings, self.folder, checked.tasks, resuming=self.resuming) as session:
+                    for note in checked.notes:
+                        session.live.note(f"note: {note}")
+                    finished = session.run()
                 write_report(self.folder)
-            if isinstance(error, (NonFiniteError, NothingMovedError, NoRewardError, OSError, checkpoint.CheckpointError)):
-                raise RunError(f"{error}\n{self._how_to_go_on()}") from error
-            raise
+                return finished
+            except BaseException as error:
+                with contextlib.suppress(Exception):     # a page about what there is; the error that ended the run is what counts
+                    write_report(self.folder)
+                if isinstance(error, STOPS):
+                    raise RunError(f"{error}\n{self._how_to_go_on()}") from error
+                raise
 
-    def _claim_folder(self) -> None:
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """The folder, looked at and held, with the settings in it. FolderError or SettingsError where it cannot be used."""
         saved = self.folder / "settings.yaml"
         if self.resuming and not saved.is_file():
             raise FolderError(f"{self.folder} holds no run to resume: there is no settings.yaml in it")
-        if self.resuming:
-            resumable_changes(load_recipe(saved), self.settings)
-            last = checkpoint.newest(self.folder / "checkpoints")
-            if last and last.step > self.settings.train.steps:
-                raise FolderError(f"{self.folder} has made {last.step} steps already; set train.steps to more than that to go on")
-        elif saved.exists():
-            how = f"go on with it by resume={str(self.folder)!r} (--resume), or choose another out"
-            raise FolderError(f"{self.folder} already holds a run; {how}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(saved, dump(self.settings).encode())
-        except OSError as error:
-            raise FolderError(f"cannot write to {self.folder}: {error.strerror}; choose another folder with out (--out)") from error
+        with hold(self.folder):
+            if self.resuming:
+                resumable_changes(load_recipe(saved), self.settings)
+                last = checkpoint.newest(self.folder / "checkpoints")
+                if last and last.step > self.settings.train.steps:
+                    raise FolderError(f"{self.folder} has made {last.step} steps already; set train.steps to more than that to go on")
+            elif saved.exists():
+                how = f"go on with it by resume={str(self.folder)!r} (--resume), or choose another out"
+                raise FolderError(f"{self.folder} already holds a run; {how}")
+            try:
+                write_atomic(saved, dump(self.settings).encode())
+            except OSError as error:
+                raise FolderError(f"cannot write to {saved}: {error.strerror}; choose another folder with out (--out)") from error
+            yield
 
     def _how_to_go_on(self) -> str:
         last = checkpoint.newest(self.folder / "checkpoints")
@@ -298,7 +302,8 @@ class _Session:
             if times.get("time/generate_s"):
                 metrics["rate/generate_tokens_per_s"] = sampled / times["time/generate_s"]
             if times.get("time/train_s") and metrics.get("train/tokens_count"):
-                metrics["rate/train_tokens_per_s"] = sum(len(r.tokens) for r in record.batch.rows) / times["time/train_s"]
+                passed = self.settings.train.epochs * sum(len(r.tokens) for r in record.batch.rows)
+                metrics["rate/train_tokens_per_s"] = passed / times["time/train_s"]
         metrics["memory/peak_gib"] = _peak_gib()
         self.writer.write(step, metrics | times)
         self.live.update(step, metrics | times)
@@ -309,7 +314,10 @@ class _Session:
             root = self.folder / "checkpoints"
             checkpoint.write(
                 root, self.state.step, tensors=self.state.tensors(),
-                state={"burnish": __version__, "train": self.state.numbers(), "cursor": self.cursor.position},
+                state={
+                    "burnish": __version__, "train": self.state.numbers(), "cursor": self.cursor.position,
+                    "tasks": digest(self.tasks), "unscored_steps": self.unscored_steps,
+                },
             )
             checkpoint.prune(root, keep=self.settings.checkpoint.keep)
 
@@ -326,9 +334,16 @@ class _Session:
                 for file in (self.folder / kind).glob("step-*.parquet"):
                     if int(file.stem.removeprefix("step-")) > self.start_step or self.saved is None:
                         file.unlink()
+            (self.folder / "summary.json").unlink(missing_ok=True)       # what it says of "after" is no longer the end
         if self.saved is None:
             return
         tensors, state = checkpoint.read(self.saved.folder)
+        if state["tasks"] != digest(self.tasks):
+            raise FolderError(
+                f"the tasks are not those that {self.folder} was trained on (tasks.source gives others now, or another split), so training "
+                "and held-out tasks would mix; bring the old tasks back, or start a new run"
+            )
+        self.unscored_steps = state["unscored_steps"]
         self.state.restore(tensors, state["train"])
         self.cursor = Cursor(self.tasks.train, seed=self.settings.seed, shuffle=self.settings.tasks.shuffle, position=state["cursor"])
         self.engine.load(self.state.version)

@@ -1,6 +1,6 @@
 """Policy losses: arrays in, one number per token out. No mask, no mean, no logging.
 
-Columns a loss may name: logp_cur (differentiable), logp_gen, logp_prox, logp_ref, adv, entropy, mask; all [B, T].
+Columns a loss may name: logp_cur and entropy (differentiable), logp_gen, logp_prox, logp_ref, adv, mask; all [B, T].
 Values at masked positions arrive as 0. A loss may carry an attribute `clipped`, a function of the same arguments
 that tells which tokens its clip left without a gradient; it is reported as train/clip_frac.
 """

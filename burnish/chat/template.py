@@ -8,6 +8,8 @@ from typing import Any
 
 from burnish.types import Message, Prompt
 
+WORD_START = "\u2581"
+
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Tokens of a prompt, at least one.
@@ -29,7 +31,14 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 def encode_reply(tokenizer: Any, text: str) -> list[int]:
     """Tokens of an environment's reply between turns of plain text: as it stands, no begin or end token."""
-    return _encode(tokenizer, text)
+    tokens = _encode(tokenizer, text)
+    first = tokenizer.convert_ids_to_tokens(tokens[:1])
+    if first and first[0].startswith(WORD_START) and not text.startswith((" ", WORD_START)):
+        # SentencePiece puts a space before a text; behind a line's end it does not
+        head, both = _encode(tokenizer, "\n"), _encode(tokenizer, "\n" + text)
+        if both[: len(head)] == head:
+            return both[len(head) :]
+    return tokens
 
 
 def end_token_ids(tokenizer: Any, end_tokens: tuple[str, ...] | None) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from burnish.ref import Ref
 __all__ = ["RecipeInfo", "SettingsError", "diff", "dump", "load_recipe", "resumable_changes", "shipped"]
 
 RESUMABLE = (
-    "about", "expect", "optim", "evaluate", "checkpoint", "monitor", "train.steps", "train.max_skipped_updates",
+    "about", "expect", "optim", "evaluate.every_steps", "checkpoint", "monitor", "train.steps", "train.max_skipped_updates",
     "train.tokens_per_micro_batch",
 )
 """What may change when a run goes on: nothing that decides which rollouts come out or what the loss is."""

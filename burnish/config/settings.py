@@ -22,6 +22,8 @@ from burnish.ref import Ref
 
 RefField = Annotated[InstanceOf[Ref], BeforeValidator(Ref.parse), PlainSerializer(lambda ref: ref.dump())]
 Frac = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Strict(BaseModel):
@@ -188,7 +190,7 @@ class Train(Strict):
 
 class Optim(Strict):
     lr: NonNegativeFloat = 1e-5
-    betas: tuple[Frac, Frac] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat = 1.0
@@ -231,7 +233,7 @@ class Settings(Strict):
     about: str = ""
     expect: str = ""
     """What the recipe is expected to reach, and how long it takes."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     model: Model
     tasks: Tasks
     env: RefField = Ref("single_turn")

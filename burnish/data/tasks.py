@@ -31,6 +31,12 @@ class Split:
     num_duplicates: int = 0
 
 
+def digest(split: Split) -> str:
+    """One text for which tasks stand on which side and in what order."""
+    ids = [[task.id for task in side] for side in (split.train, split.held_out)]
+    return blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
+
+
 def split(tasks: Sequence[Task], *, held_out: int, seed: int) -> Split:
     """Keep `held_out` of the distinct prompts for evaluation: those with the lowest hash of (seed, prompt).
 
@@ -38,10 +44,17 @@ def split(tasks: Sequence[Task], *, held_out: int, seed: int) -> Split:
     Raises ValueError for an empty set or one that leaves nothing to train on, TypeError for what is not a Task.
     """
     unique: dict[str, Task] = {}
+    by_id: dict[str, Task] = {}
     for position, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TypeError(f"item {position} of the task source is a {type(task).__name__}; a source returns a list of burnish.types.Task")
-        unique.setdefault(canonical(task.prompt), task)
+        if not isinstance(task.id, str):
+            raise TypeError(f"item {position} of the task source has the id {task.id!r}; an id is a text")
+        if unique.setdefault(canonical(task.prompt), task) is task and by_id.setdefault(task.id, task) is not task:
+            raise ValueError(
+                f"two tasks with different prompts have the id {task.id!r} (item {position} is the second); random numbers and results "
+                "are kept by id, so give each task its own"
+            )
     if not unique:
         raise ValueError("the task source returned no tasks; check its settings (size, path, filters)")
     if held_out < 0:

@@ -31,7 +31,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a recipe may ask of an engine; a recipe that needs more is refused at start."""
+    """What an engine can do, as data."""
 
     logprobs: bool
     shares_weights: bool           # samples from the trainer's own weights, nothing to publish

@@ -24,5 +24,5 @@ class Env(Protocol):
         ...
 
     async def step(self, text: str) -> Reply:
-        """The policy wrote `text`; what comes back."""
+        """The policy wrote `text`; what comes back. All episodes share one event loop: await what takes time, never block."""
         ...

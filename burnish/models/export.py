@@ -71,12 +71,12 @@ def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     inside = tuple(f"{name}." for name in layers)
     state = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(inside)}
     for name, layer in layers.items():
-        twin = copy.deepcopy(layer)
+        twin = copy.deepcopy(layer).float()      # in bfloat16 most of a small change would be rounded away
         for part in _adapters_in(twin).values():
             part.merge(safe_merge=True)
         now = layer.get_base_layer().state_dict()
         for weight, merged in twin.get_base_layer().state_dict().items():
-            state[f"{name}.{weight}"] = now[weight] if torch.equal(merged, now[weight]) else merged.cpu()
+            state[f"{name}.{weight}"] = now[weight] if torch.equal(merged, now[weight].float()) else merged.cpu()
     return state
 
 

@@ -48,12 +48,13 @@ def token_logprobs(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    entropy_grad: bool = False,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each token and entropy of its distribution, in nats. [N,D], [N] -> [N], [N] (float32)
 
     `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the
-    backward pass, so that [N,V] is never held. The entropy has no gradient.
+    backward pass, so that [N,V] is never held. The entropy has a gradient only with entropy_grad.
     """
 
     def one_chunk(hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,9 +63,9 @@ def token_logprobs(
         )
         log_mass = torch.logsumexp(z, -1)
         logp = z.gather(-1, token[:, None]).squeeze(-1) - log_mass
-        with torch.no_grad():
-            log_prob = z - log_mass[:, None]
-            entropy = -(log_prob.exp() * log_prob.clamp(min=-1e4)).sum(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
+            log_prob = (z - log_mass[:, None]).masked_fill(torch.isneginf(z), 0.0)
+            entropy = -(log_prob.exp() * log_prob).sum(-1)
         return logp, entropy
 
     logp, entropy = [], []

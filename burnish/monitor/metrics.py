@@ -46,7 +46,6 @@ _DECLARED = (
     Metric("eval/reward_mean", "", "mean", "Reward of held-out samples"),
     Metric("eval/sampled_tokens_mean", "tokens", "mean", "Tokens the policy wrote in one held-out sample"),
     Metric("eval/not_scored_count", "count", "sum", "Held-out samples whose reward could not be computed"),
-    Metric("eval/kl_cur_ref_nats", "nats", "mean", "Distance to the policy at the start, a token of held-out samples"),
     Metric("time/generate_s", "s", "sum", "Sampling the training rollouts"),
     Metric("time/reward_s", "s", "sum", "Waiting for rewards"),
     Metric("time/train_s", "s", "sum", "Log-probs, loss, backward and optimizer"),

@@ -40,13 +40,13 @@ def _table(summary: Mapping[str, Any]) -> Table:
     for when in ("before", "after"):
         row = summary[when]
         if row.get("num_items"):
-            interval = f"{row['low']:.1%} to {row['high']:.1%}"
+            interval = "" if row["low"] is None else f"{row['low']:.1%} to {row['high']:.1%}"
             table.add_row(f"{when} training", Text(f"{row['accuracy_frac']:.1%}", style="bold"), interval, str(row["num_items"]))
         else:
             table.add_row(f"{when} training", "not scored", "", "0")
     if paired := summary.get("paired"):
         table.add_section()
-        interval = f"{100 * paired['low']:+.1f} to {100 * paired['high']:+.1f}"
+        interval = "" if paired["low"] is None else f"{100 * paired['low']:+.1f} to {100 * paired['high']:+.1f}"
         table.add_row("difference, points", f"{100 * paired['difference_frac']:+.1f}", interval, str(paired["num_items"]))
         table.caption = f"paired test ({paired['method']}): p {_p(paired['p'])}"
         table.caption_justify = "left"

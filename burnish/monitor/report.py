@@ -206,7 +206,7 @@ def _sentence(paired: Mapping[str, Any]) -> str:
         reading = "some evidence of a change, not a strong one"
     else:
         reading = "too little evidence to call it a change; more items would tell"
-    left_out = f" {paired['missing']} items lack a score on one side and are left out." if paired.get("missing") else ""
+    left_out = f" {paired['num_missing']} items lack a score on one side and are left out." if paired.get("num_missing") else ""
     method = _METHODS.get(paired["method"], paired["method"])
     test = f"Paired test on the same {paired['num_items']} items ({method}): p = {_p(p)}, {reading}."
     return f"Held-out accuracy {moved}{by}{bounds}. {test}{left_out}"

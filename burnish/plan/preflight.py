@@ -151,6 +151,16 @@ def _pairs(s: Settings) -> Iterator[str]:
             f"train.samples_per_prompt is {s.train.samples_per_prompt}, and algo.advantage {s.algo.advantage.path} compares the samples "
             "of one prompt: every advantage would be 0. Use at least 2 samples, or an advantage without a group baseline (reward_itself)"
         )
+    if s.algo.constant_groups == "drop" and not needs_group:
+        yield (
+            f"algo.constant_groups is drop, and algo.advantage {s.algo.advantage.path} has no group baseline: groups of equal rewards do "
+            "teach something there; use keep"
+        )
+    if s.algo.constant_groups == "drop" and s.algo.kl is not None and s.algo.kl.place == "reward":
+        yield (
+            "algo.constant_groups is drop, and algo.kl.place is reward: samples of equal reward still differ in their KL; use keep, "
+            "or algo.kl.place: loss"
+        )
     if s.sampling.top_k == 1:
         yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
     if all(reward.weight == 0 for reward in s.rewards):

@@ -100,7 +100,7 @@ class RewardPool:
         errors = {name: answer.error for name, answer in zip(self._names, answers, strict=True) if answer.error is not None}
         if errors:
             return Scored(rollout, None, scores, errors)
-        reward = sum(r.weight * score for r, score in zip(self._rewards, scores.values(), strict=True))
+        reward = math.fsum(r.weight * score for r, score in zip(self._rewards, scores.values(), strict=True))
         if not math.isfinite(reward):
             return Scored(rollout, None, scores, {"reward": f"OverflowError: the weighted sum of {scores} is {reward}"})
         return Scored(rollout, float(reward), scores)

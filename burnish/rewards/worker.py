@@ -75,7 +75,9 @@ def _prepare(start: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if start["memory_bytes"] is not None:
         # Not RLIMIT_AS: libraries reserve address space they never touch
-        resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = start["memory_bytes"] if hard == resource.RLIM_INFINITY else min(hard, start["memory_bytes"])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _bind(ref: Ref) -> Reward:

@@ -35,7 +35,7 @@ class _Episode:
     task: Task
     sample: int
     stream: int
-    env: Env
+    env: Env | None = None
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logp_gen: list[float] = field(default_factory=list)
@@ -82,12 +82,13 @@ def run_groups(
         for visit in visits
         for n in range(samples_per_prompt)
     ]
-    while living := [e for e in episodes if e.stop is None]:
-        requests = [Request(tuple(e.tokens), e.stream, sampling.max_new_tokens) for e in living]
-        with _phase(clock, "generate"):
-            completions = engine.generate(requests, sampling, progress=progress)
-        with _phase(clock, "reward"):
-            _finish(_turns(living, completions, tokenizer, env_timeout_s))
+    with _Loop() as loop:
+        while living := [e for e in episodes if e.stop is None]:
+            requests = [Request(tuple(e.tokens), e.stream, sampling.max_new_tokens) for e in living]
+            with _phase(clock, "generate"):
+                completions = engine.generate(requests, sampling, progress=progress)
+            with _phase(clock, "reward"):
+                loop.run(_turns(living, completions, tokenizer, env_timeout_s))
     rollouts = [e.frozen() for e in episodes]
     with _phase(clock, "reward"):
         scored = _score(rollouts, scorer)
@@ -105,8 +106,9 @@ def _start(
     visit: Visit, n: int, *, env: Callable[[], Env], tokenizer: Any, seed: int, purpose: str, samples: int
 ) -> _Episode:
     sample = visit.times_before * samples + n
-    episode = _Episode(visit.task, sample, stream_key(seed, visit.task.id, sample, purpose), env())
+    episode = _Episode(visit.task, sample, stream_key(seed, visit.task.id, sample, purpose))
     try:
+        episode.env = env()
         prompt = episode.env.start(visit.task)
         tokens = encode_prompt(tokenizer, prompt)
         text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
@@ -122,6 +124,9 @@ async def _turns(episodes: Sequence[_Episode], completions: Sequence[Completion]
 
 async def _turn(episode: _Episode, completion: Completion, tokenizer: Any, timeout_s: float) -> None:
     """Take in what the policy wrote, and let the environment answer."""
+    if completion.stop == "error:prompt_too_long" and len(episode.turns) > 1:
+        episode.stop = "context"                 # the environment's answer filled it
+        return
     episode.add("policy", completion.tokens, completion.logp_gen, completion.text)
     episode.version = completion.version if episode.version is None else min(episode.version, completion.version)
     if completion.stop.startswith("error:") or completion.stop == "context":
@@ -140,15 +145,23 @@ async def _turn(episode: _Episode, completion: Completion, tokenizer: Any, timeo
         episode.stop = f"error:env: {type(error).__name__}: {error}"
 
 
-def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end, also where an event loop is running already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, work).result()
+class _Loop:
+    """One event loop for all turns of all episodes, so that an environment may keep a connection.
+
+    It runs in a thread of its own: the caller may have a loop running already, as a notebook does.
+    """
+
+    def __enter__(self) -> _Loop:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="burnish-env")
+        self.runner = asyncio.Runner()
+        return self
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.thread.submit(self.runner.run, work).result()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.submit(self.runner.close).result()
+        self.thread.shutdown()
 
 
 def _score(rollouts: Sequence[Rollout], scorer: Scorer) -> list[Scored]:

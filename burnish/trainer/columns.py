@@ -67,7 +67,7 @@ def collate(
     return MicroBatch(tuple(index), padded([r.tokens for r in chosen], torch.long), mask_BT, given)
 
 
-def score(policy: Policy, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def score(policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each sampled token under the policy as it is now. -> [B,T], [B,T], 0 where not mask.
 
     Only the positions that predict a sampled token go through the head. `sampling` is what they were drawn with.
@@ -76,7 +76,9 @@ def score(policy: Policy, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor
     row, at = torch.nonzero(batch.mask_BT, as_tuple=True)
     if bool((at == 0).any()):
         raise ValueError("the first token of a rollout is marked as sampled; nothing precedes it that could have predicted it")
-    logp_N, entropy_N = token_logprobs(hidden_BTD[row, at - 1], batch.token_BT[row, at], logits=policy.logits, **sampling.distribution)
+    logp_N, entropy_N = token_logprobs(
+        hidden_BTD[row, at - 1], batch.token_BT[row, at], logits=policy.logits, entropy_grad=entropy_grad, **sampling.distribution
+    )
     blank = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=logp_N.device)
     return blank.index_put((row, at), logp_N), blank.index_put((row, at), entropy_N)
 

@@ -52,7 +52,7 @@ class TrainState:
             name, _, moment = key.rpartition("/")
             master = masters[name]
             entry = self.optimizer.state[master]
-            entry[moment] = value.clone() if moment == "step" else value.to(master.device, copy=True)
+            entry[moment] = value.to(master.device, copy=True)
         for name in ("step", "updates", "skipped", "skipped_in_a_row", "version"):
             setattr(self, name, numbers[name])
         if self.kl is not None and numbers["kl_coef"] is not None:

@@ -38,6 +38,11 @@ class Algorithm:
     kl: Mapping[str, str] | None = None
 
     @property
+    def only_advantages(self) -> bool:
+        """Without an advantage there is nothing to learn: no KL loss, and the loss takes adv and no entropy."""
+        return self.kl is None and "adv" in self.columns and "entropy" not in self.columns
+
+    @property
     def columns(self) -> set[str]:
         """What the loss asks for, by the names of its arguments."""
         return set(inspect.signature(self.loss).parameters) & set(COLUMNS)
@@ -81,15 +86,16 @@ def train_step(
     """All updates on the rollouts of one step, epochs x minibatches of them. Changes `state`, returns metrics.
 
     `sampling` is what the rollouts were drawn with; `lr_of(update)` counts from 1.
-    A batch in which no row has an advantage makes no update unless there is a KL loss.
+    A batch in which no row has an advantage makes no update, unless the loss has something else to go by.
     """
     sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
     rows = batch.rows
-    if algo.kl is None and all(row.adv == 0 for row in rows):
+    if not rows or (algo.only_advantages and all(row.adv == 0 for row in rows)):
         state.updates += epochs * minibatches
         return {"train/rollouts_count": 0, "train/tokens_count": 0}
     prox = score_rows(state.policy, rows, **sized) if "logp_prox" in algo.columns else None
     tally, done, skipped_before = Tally(), 0, state.skipped
+    trained: list[Row] = []
     total = epochs * len(micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch))
     state.policy.module.train(dropout)
     for epoch in range(epochs):
@@ -97,7 +103,8 @@ def train_step(
             state.updates += 1
             if not part:
                 continue
-            torch.manual_seed(seed * 1_000_003 + state.updates)   # only dropout draws from it
+            if dropout:
+                torch.manual_seed((seed * 1_000_003 + state.updates) % 2**63)
             first = state.updates % (epochs * minibatches) == 1 or epochs * minibatches == 1
             finite = True
             chosen = [rows[i] for i in part]
@@ -107,11 +114,12 @@ def train_step(
                 done += 1
                 if progress:
                     progress(min(done, total), total)
-            _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped)
+            if _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped) and epoch == 0:
+                trained += chosen
     state.policy.module.eval()
     return {
-        **tally.values(), "train/lr": lr_of(state.updates), "train/rollouts_count": batch.num_rollouts,
-        "train/tokens_count": batch.num_tokens, "train/skipped_updates_count": state.skipped - skipped_before,
+        **tally.values(), "train/lr": lr_of(state.updates), "train/rollouts_count": len(trained),
+        "train/tokens_count": sum(sum(row.sampled) for row in trained), "train/skipped_updates_count": state.skipped - skipped_before,
     }
 
 
@@ -138,7 +146,7 @@ def _gradients(
     total_loss = 0.0
     for index in micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch):
         batch = collate(rows, index, device=state.policy.device, prox=prox)
-        logp_BT, entropy_BT = score(state.policy, batch, sampling)
+        logp_BT, entropy_BT = score(state.policy, batch, sampling, entropy_grad="entropy" in algo.columns)
         columns = {**batch.given, "logp_cur": logp_BT, "entropy": entropy_BT, "mask": batch.mask_BT}
         loss = algo.reduce(algo.loss(**{name: columns[name] for name in algo.columns}), batch.mask_BT, **counts)
         if algo.kl is not None:
@@ -170,8 +178,8 @@ def _measure(tally: Tally, batch: MicroBatch, columns: Mapping[str, Tensor], alg
         tally.add("train/clip_frac", (hit_BT & batch.mask_BT).sum(), count)
 
 
-def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_norm: float, max_skipped: int) -> None:
-    """Clip, step, publish; or skip the update where something was not finite."""
+def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_norm: float, max_skipped: int) -> bool:
+    """Clip, step, publish; or skip the update where something was not finite. Tells whether there was an update."""
     norm = float(state.weights.grad_norm()) if finite else math.nan
     if not math.isfinite(norm):
         state.weights.clear_grads()
@@ -183,7 +191,7 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
                 f"update {state.updates}: the {what} is not finite, now for {state.skipped_in_a_row} updates in a row; no weight "
                 "was changed by them. Lower optim.lr or optim.clip_norm, or look at the rollouts of this step for what is special"
             )
-        return
+        return False
     state.skipped_in_a_row = 0
     tally.peak("train/grad_norm", norm)
     masters = [m for m in state.weights.masters.values() if m.grad is not None]
@@ -201,6 +209,7 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
             "the step is smaller than float32 can add; raise optim.lr"
         )
     state.weights.clear_grads()
+    return True
 
 
 class _Probe:

@@ -278,3 +278,37 @@ def test_nothing_is_taken_from_the_models_own_generation_settings(make_tiny):
     assert engine_of(plain).generate(requests(plain), SAMPLINGS["plain"]) == engine_of(opinionated).generate(
         requests(opinionated), SAMPLINGS["plain"]
     )
+
+
+def test_a_nan_of_one_sequence_does_not_stay_in_the_cache(make_tiny):
+    loaded = make_tiny("llama")
+    engine = engine_of(loaded)
+    good = engine.generate(requests(loaded), SAMPLINGS["plain"])
+    embedding = loaded.module.get_input_embeddings().weight
+    kept = embedding.detach().clone()
+    with torch.no_grad():
+        embedding.fill_(float("nan"))
+    assert all(c.stop.startswith("error:") for c in engine.generate(requests(loaded), SAMPLINGS["plain"]))
+    with torch.no_grad():
+        embedding.copy_(kept)
+    assert engine.generate(requests(loaded), SAMPLINGS["plain"]) == good
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_architectures_that_scale_their_logits(name, dtype):
+    """The split into body and head knows the scaling, in either precision."""
+    from conftest import ALPHABET
+
+    from burnish.config import Model, Scratch
+    from burnish.models.load import load
+
+    extra = {
+        "gemma2": {"head_dim": 16, "final_logit_softcapping": 5.0}, "granite": {"logits_scaling": 10.0}, "cohere": {"logit_scale": 0.3},
+    }
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    loaded = load(Model(scratch=Scratch(alphabet=ALPHABET, model_type=name, config={**size, **extra[name]})), seed=0)
+    state_of(loaded, dtype=dtype)
+    asked = requests(loaded)
+    done = engine_of(loaded).generate(asked, Sampling(max_new_tokens=8))
+    assert all(c.stop in ("max_tokens", "end_token") for c in done)

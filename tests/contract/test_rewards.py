@@ -580,3 +580,10 @@ def test_an_error_of_the_pool_itself_answers_every_rollout(file, monkeypatch):
         monkeypatch.setattr("burnish.rewards.pool._Driver._feed", lambda self: 1 / 0)
         scored = pool.score([rollout("x", n) for n in range(20)])
     assert all(s.reward is None and "ZeroDivisionError" in s.errors["one"] for s in scored)
+
+
+def test_shares_of_one_add_up_to_one(file):
+    rewards = [Reward(fn=Ref("exact"), weight=0.7), Reward(fn=Ref("positions"), weight=0.2), setting(file, "one", weight=0.1)]
+    right = Rollout(Task("t", "p", "x"), 0, (1,), (True,), (-1.0,), (Turn("policy", 0, 1, "x"),), "end_token", 0)
+    with RewardPool(rewards) as pool:
+        assert pool.score([right])[0].reward == 1.0

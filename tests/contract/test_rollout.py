@@ -247,3 +247,47 @@ def test_rollouts_refuse_lists_of_unequal_length():
         Rollout(Task("t", "p"), 0, (1, 2), (True,), (0.0, 0.0), (), "env", 0)
 
 
+
+
+def test_an_environment_keeps_its_connection_between_turns(tiny_llama):
+    class Connected(Twice):
+        async def step(self, text):
+            if self.turn == 0:
+                self.lock = asyncio.Lock()
+                self.future = asyncio.get_running_loop().create_future()
+                asyncio.get_running_loop().call_soon(self.future.set_result, 1)
+            async with self.lock:
+                await self.future
+            return await super().step(text)
+
+    async def inside_a_loop():
+        return run_groups([Visit(t) for t in tasks(2)], **parts(tiny_llama, env=Connected))
+
+    for groups in (run_groups([Visit(t) for t in tasks(2)], **parts(tiny_llama, env=Connected)), asyncio.run(inside_a_loop())):
+        assert all(len(s.rollout.turns) == 4 and s.reward is not None for g in groups for s in g.scored)
+
+
+def test_an_environment_that_cannot_be_made_fails_its_own_episode(tiny_llama):
+    made = []
+
+    def sometimes():
+        made.append(1)
+        if len(made) == 2:
+            raise OSError("no server")
+        return single_turn()
+
+    (group,) = run_groups([Visit(tasks()[0])], **parts(tiny_llama, env=sometimes))
+    assert [s.rollout.stop.startswith("error:start: OSError: no server") for s in group.scored] == [False, True, False, False]
+
+
+def test_a_reply_that_fills_the_context_ends_the_episode_and_it_is_scored(make_tiny):
+    class Talkative(single_turn):
+        async def step(self, text):
+            return Reply("x" * 40)
+
+    loaded = make_tiny("llama", max_position_embeddings=40)
+    (group,) = run_groups([Visit(tasks()[0])], **parts(loaded, env=Talkative))
+    for item in group.scored:
+        assert item.rollout.stop == "context"
+        assert [t.author for t in item.rollout.turns] == ["prompt", "policy", "env"]
+        assert item.reward == float(len(item.rollout.text))

@@ -202,3 +202,41 @@ def test_writing_over_an_old_checkpoint_keeps_a_whole_one_on_failure(tmp_path):
         checkpoint.write(tmp_path, 4, tensors={"weights": {"a": torch.ones(3)}}, state={"x": object()})
     tensors, state = checkpoint.read(checkpoint.newest(tmp_path).folder)
     assert (tensors["weights"]["a"].tolist(), state) == ([1, 1, 1], {"x": 1})
+
+
+GROWING = """
+import os
+from burnish.data.sources import copy_digits
+def tasks():
+    return copy_digits(length=2)[: int(os.environ["NUM_TASKS"])]
+"""
+
+
+def test_a_resumed_run_notices_that_its_tasks_are_others(tmp_path, monkeypatch):
+    (tmp_path / "growing.py").write_text(GROWING)
+    changes = {"tasks.source": f"{tmp_path / 'growing.py'}:tasks", "train.steps": 4}
+    monkeypatch.setenv("NUM_TASKS", "60")
+    run(tmp_path / "run", changes)
+    monkeypatch.setenv("NUM_TASKS", "90")
+    with pytest.raises(ValueError, match=r"the tasks are not those that .* was trained on"):
+        run(tmp_path / "run", {**changes, "train.steps": 6}, resume=True)
+    monkeypatch.setenv("NUM_TASKS", "60")
+    run(tmp_path / "run", {**changes, "train.steps": 6}, resume=True)
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    from burnish.checkpoint.claim import hold
+
+    run(tmp_path / "run", {"train.steps": 2})
+    with hold(tmp_path / "run"), pytest.raises(ValueError, match="another process is working on the run"):
+        run(tmp_path / "run", {"train.steps": 4}, resume=True)
+    run(tmp_path / "run", {"train.steps": 4}, resume=True)
+
+
+def test_the_count_of_steps_without_rewards_survives(tmp_path):
+    (tmp_path / "never.py").write_text("def never(rollout, task): return None\n")
+    changes = {"rewards": [{"fn": f"{tmp_path / 'never.py'}:never"}], "checkpoint.every_steps": 1, "tasks.held_out": 0}
+    for resume in (False, True):
+        with pytest.raises(RunError, match="last 3 steps"):
+            run(tmp_path / "run", changes, resume=resume)
+        assert checkpoint.newest(tmp_path / "run" / "checkpoints").step == 2

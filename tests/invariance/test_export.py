@@ -229,3 +229,19 @@ def test_the_weights_may_be_read_by_whoever_may_read_the_configuration(tiny_llam
     export(tiny_llama.module, tiny_llama.tokenizer, tmp_path / "model", end_token_ids=[1], stop=[])
     modes = {stat.S_IMODE(os.stat(tmp_path / "model" / name).st_mode) for name in ("model.safetensors", "config.json")}
     assert len(modes) == 1
+
+
+def test_small_changes_by_lora_survive_bfloat16(make_tiny, tmp_path):
+    """What is written is base plus the adapter's change, not the base: half a bfloat16 step is larger than most changes."""
+    loaded = make_tiny("llama", lora=Lora(rank=4))
+    for name, p in loaded.module.named_parameters():
+        p.data = p.data.to(torch.bfloat16)
+        if "lora_B" in name:
+            p.data.normal_(std=1e-3)
+    base = {n: t.clone() for n, t in loaded.module.get_base_model().state_dict().items()}
+    export(loaded.module, loaded.tokenizer, tmp_path / "model", end_token_ids=[1], stop=())
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    layer = loaded.module.get_base_model().model.layers[0].mlp.down_proj
+    wanted = layer.get_delta_weight("default").float()
+    got = written["model.layers.0.mlp.down_proj.weight"].float() - base["model.layers.0.mlp.down_proj.base_layer.weight"].float()
+    assert float((got - wanted).norm() / wanted.norm()) < 0.01

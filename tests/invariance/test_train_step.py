@@ -292,3 +292,33 @@ def test_a_row_whose_first_token_is_sampled_is_refused(tiny_llama):
     row = replace(random_rows(1)[0], sampled=(True,) * len(random_rows(1)[0].tokens))
     with pytest.raises(ValueError, match="nothing precedes it"):
         score(state_of(tiny_llama).policy, collate([row], [0], device=torch.device("cpu")), PLAIN)
+
+
+def test_a_loss_that_names_the_entropy_has_its_gradient(make_tiny):
+    """Without an advantage anywhere, an entropy bonus alone makes the policy less certain."""
+
+    def loss(logp_cur, adv, entropy):
+        return -adv * logp_cur - 0.1 * entropy
+
+    loaded = make_tiny("llama")
+    with torch.no_grad():
+        loaded.module.get_output_embeddings().weight.mul_(20)
+    state = state_of(loaded)
+    rows = [replace(r, adv=0.0) for r in random_rows(6)]
+    seen = [train_step(state, on_policy(state, rows), Algorithm(loss, token_mean), **ONE)["train/entropy_nats"] for _ in range(8)]
+    assert seen[-1] > seen[0] + 0.01
+
+
+def test_any_seed_trains(make_tiny):
+    state = state_of(make_tiny("llama"))
+    before = torch.random.get_rng_state()
+    train_step(state, on_policy(state, random_rows(3)), GRPO, seed=2**63 - 1, **ONE)
+    assert torch.equal(before, torch.random.get_rng_state())
+    train_step(state, on_policy(state, random_rows(3)), GRPO, seed=2**63 - 1, dropout=True, **ONE)
+
+
+def test_updates_that_were_skipped_are_not_counted_as_trained_on(make_tiny):
+    state = state_of(make_tiny("llama"))
+    good = on_policy(state, random_rows(4))
+    metrics = train_step(state, batch_of([replace(good.rows[0], adv=math.nan), *good.rows[1:]]), GRPO, **ONE)
+    assert (metrics["train/rollouts_count"], metrics["train/tokens_count"]) == (0, 0)

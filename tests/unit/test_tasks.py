@@ -127,3 +127,11 @@ def test_a_cursor_without_tasks_or_with_a_negative_position_is_refused():
         Cursor([], seed=0, shuffle=True)
     with pytest.raises(ValueError, match="negative"):
         Cursor(make(2), seed=0, shuffle=True, position=-1)
+
+
+def test_ids_that_clash_or_are_no_text_are_refused():
+    with pytest.raises(ValueError, match="two tasks with different prompts have the id '0'"):
+        split([Task("0", "a"), Task("1", "b"), Task("0", "c")], held_out=1, seed=0)
+    with pytest.raises(TypeError, match="an id is a text"):
+        split([Task(0, "a"), Task(1, "b")], held_out=1, seed=0)
+    assert len(split([Task("0", "a"), Task("0", "a"), Task("1", "b")], held_out=1, seed=0).train) == 1

@@ -48,8 +48,9 @@ class SlotCache(Cache):
                 self.values.append(value.new_zeros(self.slots, value.shape[0], self.length, value.shape[2]))
             self.rows = self.rows.to(prefix[0][0].device)
         for layer, (key, value) in enumerate(prefix):
-            self.keys[layer][slot, :, : key.shape[1]] = key
-            self.values[layer][slot, :, : value.shape[1]] = value
+            for block, part in ((self.keys[layer], key), (self.values[layer], value)):
+                block[slot, :, : part.shape[1]] = part
+                block[slot, :, part.shape[1] :] = 0      # a NaN of an earlier sequence would pass through the mask
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence of `length` tokens into another slot, so that active slots stay side by side."""

@@ -47,6 +47,8 @@ def draw(logits_NV: Tensor, uniform_N: np.ndarray, sampling: Sampling) -> tuple[
     z = sampling_logits(logits_NV, **sampling.distribution)
     log_mass_N = torch.logsumexp(z, -1)
     prob = torch.exp(z - log_mass_N[:, None])
+    if prob.device.type == "mps":                  # has no float64
+        prob, z, log_mass_N = prob.cpu(), z.cpu(), log_mass_N.cpu()
     if extra := -prob.shape[-1] % BLOCK:
         prob = torch.nn.functional.pad(prob, (0, extra))
     block_prob = prob.view(len(prob), -1, BLOCK)

@@ -30,7 +30,7 @@ const charts = [
     ...(same("rollout/reward_mean", "rollout/success_frac") ? [] : [line("rollout/success_frac", "success fraction", {right: true, format: percent})])],
     note: same("rollout/reward_mean", "rollout/success_frac") ? "Mean reward of training rollouts, here equal to the fraction that succeed" : "Training rollouts: mean reward, and the fraction that succeed"},
   {title: "Held-out accuracy", evals: true, note: "Tasks never trained on, with 95 % intervals", format: percent},
-  {title: "KL to the start", lines: [line("train/kl_cur_ref_nats", "training rollouts"), line("eval/kl_cur_ref_nats", "held-out", {dots: true})],
+  {title: "KL to the start", lines: [line("train/kl_cur_ref_nats", "training rollouts")],
     note: "How far the policy has moved from where it began, nats a token"},
   {title: "Entropy", lines: [line("train/entropy_nats", "entropy")], note: "How undecided the policy is about its next token, nats"},
   {title: "Length", lines: [line("rollout/sampled_tokens_mean", "tokens"), line("rollout/truncated_frac", "cut off", {right: true, format: percent})],
