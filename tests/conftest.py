@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import string
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")      # a test that reaches for the network should fail at once
 
@@ -54,3 +55,9 @@ def make_tiny():
 def tiny_llama(make_tiny) -> Loaded:
     """Shared by the whole session: read it, do not train it. A test that changes weights calls make_tiny."""
     return make_tiny("llama")
+
+
+@pytest.fixture(autouse=True)
+def _own_module_path(monkeypatch):
+    """A reference adds the working folder to the module path, which must not reach the next test."""
+    monkeypatch.setattr("sys.path", [*sys.path])

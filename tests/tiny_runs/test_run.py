@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     settings = tiny({
         "train.steps": 12, "train.prompts_per_step": 15, "algo.kl": {"coef": 0.0}, "monitor.sinks": ["tensorboard"],
         "evaluate.every_steps": 5, "sampling.stop": ["3"], "sampling.max_new_tokens": 3,
+        "model.scratch.alphabet": "0123456789>abcdef",          # transformers' stop strings try the letters on the tokenizer
     })
     return settings, Trainer(settings, out=tmp_path_factory.mktemp("run") / "run").run()
 
@@ -76,11 +77,13 @@ def test_the_times_of_a_step_sum_to_it_and_metrics_agree_with_the_rollouts(run):
         assert sum(parts) == row["time/step_s"]
         if row["step"] == 0:
             continue
-        scored = [s for g in read_rollouts(done.folder / "rollouts" / f"step-{row['step']:06d}.parquet") for s in g.scored]
+        groups = read_rollouts(done.folder / "rollouts" / f"step-{row['step']:06d}.parquet")
+        scored = [s for g in groups for s in g.scored]
         assert row["rollout/reward_mean"] == pytest.approx(sum(s.reward for s in scored) / 60)
         assert row["rollout/sampled_tokens_mean"] == pytest.approx(sum(s.rollout.num_sampled for s in scored) / 60)
-        assert row["train/tokens_count"] == sum(s.rollout.num_sampled for s in scored)
-        assert abs(row["train/kl_cur_gen_nats"]) < 1e-9
+        taught = any(len({s.reward for s in g.scored}) > 1 for g in groups)
+        assert row["train/tokens_count"] == (sum(s.rollout.num_sampled for s in scored) if taught else 0)
+        assert abs(row.get("train/kl_cur_gen_nats", 0)) < 1e-9
 
 
 def test_the_model_loads_in_plain_transformers_and_stops_where_training_stopped(run):

@@ -119,7 +119,7 @@ MODEL = RECIPE[RECIPE.index("model:"): RECIPE.index("tasks:")]
     (LR, "lr: fast", "line 17: optim.lr: expected a number, found the text 'fast'"),
     (LR, "lr: .nan", "line 17: optim.lr: expected a finite number, found the number nan"),
     (LR, "betas: [0.9]", "line 17: optim.betas.1: the list is too short"),
-    (LR, "betas: [0.9, 2]", "line 17: optim.betas.1: expected at most 1, found the number 2"),
+    (LR, "betas: [0.9, 2]", "line 17: optim.betas.1: expected less than 1, found the number 2"),
     (LR, "schedule: cosin", "expected 'cosine', 'linear' or 'constant', found the text 'cosin'; did you mean cosine?"),
     ("name: tiny", "name: 3", "line 1: name: expected a text, found the number 3; put it in quotes"),
     (FN, "rewards: []\n", "line 9: rewards: expected at least 1 in the list, found a list of 0"),

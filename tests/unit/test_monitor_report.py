@@ -152,7 +152,7 @@ def test_a_finished_run_whose_held_out_tasks_could_not_be_scored(tmp_path):
 def test_items_that_the_paired_test_leaves_out_are_counted(tmp_path):
     run_dir = make_run(tmp_path, steps=3)
     summary = json.loads((run_dir / "summary.json").read_text())
-    summary["paired"] |= {"missing": 7, "num_items": 193, "low": None, "high": None, "p": 0.3}
+    summary["paired"] |= {"num_missing": 7, "num_items": 193, "low": None, "high": None, "p": 0.3}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = page_of(run_dir)
     assert "the same 193 items" in page.text and "7 items lack a score on one side" in page.text
