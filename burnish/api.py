@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import sys
 import time
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from burnish import __version__, checkpoint
 from burnish.algorithms.penalties import ESTIMATORS, KlController
 from burnish.chat.template import end_token_ids
-from burnish.checkpoint.claim import FolderError, hold
+from burnish.checkpoint.claim import FolderError, hold, holds_run
 from burnish.config import Sampling, Settings
 from burnish.config.load import dump, load_recipe, resumable_changes
 from burnish.data.tasks import Cursor, Split, digest
@@ -52,7 +54,7 @@ class NoRewardError(RuntimeError):
     """Steps in a row without a single reward."""
 
 
-STOPS = (NonFiniteError, NothingMovedError, NoRewardError, OSError, checkpoint.CheckpointError)
+STOPS = (NonFiniteError, NothingMovedError, NoRewardError, OSError, SafetensorError, checkpoint.CheckpointError)
 """What ends a run with a text for people and a way to go on."""
 
 
@@ -108,6 +110,8 @@ class Trainer:
             except BaseException as error:
                 with contextlib.suppress(Exception):     # a page about what there is; the error that ended the run is what counts
                     write_report(self.folder)
+                if isinstance(error, checkpoint.DamagedError):
+                    raise RunError(str(error)) from error         # tells itself what is left
                 if isinstance(error, STOPS):
                     raise RunError(f"{error}\n{self._how_to_go_on()}") from error
                 raise
@@ -122,9 +126,15 @@ class Trainer:
             if self.resuming:
                 resumable_changes(load_recipe(saved), self.settings)
                 last = checkpoint.newest(self.folder / "checkpoints")
+                rows = read_metrics(self.folder)
+                if last is None and rows and rows[-1]["step"] > self.settings.checkpoint.every_steps:
+                    raise FolderError(
+                        f"{self.folder} has metrics up to step {rows[-1]['step']} but no whole checkpoint, so resuming would begin anew "
+                        f"and remove them; bring {self.folder / 'checkpoints'} back, or start a run in another folder"
+                    )
                 if last and last.step > self.settings.train.steps:
-                    raise FolderError(f"{self.folder} has made {last.step} steps already; set train.steps to more than that to go on")
-            elif saved.exists():
+                    raise FolderError(f"{self.folder} has made {last.step} steps already; set train.steps to more to go on")
+            elif holds_run(self.folder):
                 how = f"go on with it by resume={str(self.folder)!r} (--resume), or choose another out"
                 raise FolderError(f"{self.folder} already holds a run; {how}")
             try:
@@ -174,6 +184,10 @@ class _Session:
             sinks = [sink.bind(room=ROOMS["monitor.sinks"])() for sink in s.monitor.sinks]
             known = self.start_step if self.saved else -1 if self.resuming else None   # -1: nothing of the run is kept
             self.writer = self.stack.enter_context(MetricsWriter(self.folder, sinks, known, settings=s.model_dump(mode="json")))
+            if self.saved and self.writer.last_step != self.start_step:
+                self.live.note(f"note: metrics.jsonl ends before step {self.start_step} of the checkpoint; its rows are incomplete")
+            if self.resuming and self.saved is None:
+                self.live.note("note: no checkpoint was written yet, so the run starts over")
             self._save_facts()
         except BaseException:
             self.stack.__exit__(*sys.exc_info())
@@ -270,14 +284,14 @@ class _Session:
         if self.tasks.held_out and (due or step == s.train.steps):
             metrics |= self._evaluate(step)
         self._log(step, metrics, record)
-        if step % s.checkpoint.every_steps == 0 or step == s.train.steps:
+        if (step % s.checkpoint.every_steps == 0 or step == s.train.steps) and not self.unscored_steps:
             self._save()
 
     def _stop_without_rewards(self, record: StepRecord) -> None:
         """One step may meet a judge that is down; several in a row are a reward that does not work."""
         scored = [s for g in record.groups for s in g.scored]
         self.unscored_steps = 0 if any(s.reward is not None for s in scored) else self.unscored_steps + 1
-        if self.unscored_steps >= MAX_UNSCORED_STEPS:
+        if self.unscored_steps >= min(MAX_UNSCORED_STEPS, self.settings.train.steps):
             reasons = Counter(f"{name}: {text}" for s in scored for name, text in s.errors.items())
             text, count = reasons.most_common(1)[0]
             raise NoRewardError(
@@ -316,7 +330,7 @@ class _Session:
                 root, self.state.step, tensors=self.state.tensors(),
                 state={
                     "burnish": __version__, "train": self.state.numbers(), "cursor": self.cursor.position,
-                    "tasks": digest(self.tasks), "unscored_steps": self.unscored_steps,
+                    "tasks": digest(self.tasks),
                 },
             )
             checkpoint.prune(root, keep=self.settings.checkpoint.keep)
@@ -343,7 +357,6 @@ class _Session:
                 f"the tasks are not those that {self.folder} was trained on (tasks.source gives others now, or another split), so training "
                 "and held-out tasks would mix; bring the old tasks back, or start a new run"
             )
-        self.unscored_steps = state["unscored_steps"]
         self.state.restore(tensors, state["train"])
         self.cursor = Cursor(self.tasks.train, seed=self.settings.seed, shuffle=self.settings.tasks.shuffle, position=state["cursor"])
         self.engine.load(self.state.version)
@@ -384,7 +397,13 @@ class _Session:
         """Held-out before and after, read back from what was written, so that a resumed run compares with its own start."""
         if not self.tasks.held_out:
             return {}
-        first, last = (read_rollouts(self.folder / "evals" / f"step-{n:06d}.parquet") for n in (0, self.settings.train.steps))
+        files = [self.folder / "evals" / f"step-{n:06d}.parquet" for n in (0, self.settings.train.steps)]
+        if not files[1].is_file():
+            self._evaluate(self.settings.train.steps)
+        if not files[0].is_file():
+            self.live.note(f"note: {files[0]} is gone, so there is no comparison with the start")
+            return {}
+        first, last = (read_rollouts(file) for file in files)
         return compare(first, last, success_reward=self.settings.evaluate.success_reward)
 
 
@@ -398,7 +417,7 @@ def _kl_sum(logp: Sequence[float], logp_ref: Sequence[float], sampled: Sequence[
 def _advantages(groups: Sequence[Group], kept: Kept, batch: Batch) -> list[list[float | None]]:
     """The advantage of each rollout of the step, None where it was not trained on."""
     trained = {
-        (item.rollout.task.id, item.rollout.sample): row.adv
+        (item.rollout.task.id, item.rollout.sample): row.adv if math.isfinite(row.adv) else None
         for item, row in zip((i for g in kept.groups for i in g.scored), batch.rows, strict=True)
     }
     return [[trained.get((i.rollout.task.id, i.rollout.sample)) for i in g.scored] for g in groups]

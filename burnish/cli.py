@@ -22,7 +22,6 @@ app = typer.Typer(
     "\b\nStart with:\n  burnish recipes\n  burnish train from-scratch-tiny",
 )
 
-RUN_FILES = ("settings.yaml", "run.json", "metrics.jsonl", "checkpoints", "summary.json")
 
 RecipeArg = Annotated[str, typer.Argument(metavar="RECIPE", show_default=False, help="A shipped recipe by name, or a YAML file.")]
 SetOption = Annotated[
@@ -202,15 +201,16 @@ def _with_seed(sets: list[str] | None, seed: int | None) -> list[str]:
 
 def _free_folder(out: Path | None, name: str) -> Path:
     """The folder for a new run: the one asked for if it holds no run, else the first free one under runs/."""
+    from burnish.checkpoint.claim import holds_run
+
     if out is None:
         candidates = (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10**6))
         return next(folder for folder in candidates if not folder.exists())
     if out.exists() and not out.is_dir():
         raise SettingsError([f"--out {out}: this is a file; give a folder, which may be new"])
-    if held := [file for file in RUN_FILES if (out / file).exists()]:
+    if holds_run(out):
         raise SettingsError([
-            f"--out {out}: this folder already holds a run ({', '.join(held)}); go on with it by `burnish train --resume {out}`, "
-            "or give another folder"
+            f"--out {out}: this folder already holds a run; go on with it by `burnish train --resume {out}`, or give another folder"
         ])
     return out
 

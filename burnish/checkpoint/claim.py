@@ -28,3 +28,9 @@ def hold(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has left something there that must not be written over; a start that failed has not."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or (folder / "checkpoints").is_dir()

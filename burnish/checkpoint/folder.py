@@ -20,7 +20,11 @@ NAME = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or that is not what was written."""
+    """A checkpoint that cannot be written or read."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written. The text says which whole ones there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,19 @@ def write(root: Path, step: int, *, tensors: Mapping[str, Mapping[str, Tensor]],
 
 
 def read(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(tensors, state) as they were written. Raises CheckpointError naming the file that is missing or damaged."""
+    """(tensors, state) as they were written. Raises DamagedError naming the file that is missing or damaged."""
     try:
-        sums = json.loads((folder / SUMS).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: {SUMS} cannot be read ({error}){_others(folder)}") from error
+        sums = dict(json.loads((folder / SUMS).read_text()))
+        if STATE not in sums:
+            raise ValueError(f"it does not name {STATE}")
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedError(f"{folder} is not a whole checkpoint: {SUMS} cannot be read ({error}){_others(folder)}") from error
     for name, expected in sums.items():
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{folder} is damaged: {name} is missing{_others(folder)}")
+            raise DamagedError(f"{folder} is damaged: {name} is missing{_others(folder)}")
         if _sha256(file) != expected:
-            raise CheckpointError(f"{folder} is damaged: {name} is not what was written (its checksum differs){_others(folder)}")
+            raise DamagedError(f"{folder} is damaged: {name} is not what was written (its checksum differs){_others(folder)}")
     tensors = {Path(name).stem: load_file(folder / name) for name in sums if name.endswith(".safetensors")}
     return tensors, json.loads((folder / STATE).read_text())
 

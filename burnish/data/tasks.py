@@ -50,6 +50,11 @@ def split(tasks: Sequence[Task], *, held_out: int, seed: int) -> Split:
             raise TypeError(f"item {position} of the task source is a {type(task).__name__}; a source returns a list of burnish.types.Task")
         if not isinstance(task.id, str):
             raise TypeError(f"item {position} of the task source has the id {task.id!r}; an id is a text")
+        try:
+            json.dumps([task.answer, dict(task.info)], allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            why = "answer and info must be plain JSON data, which rewards and the rollout files get"
+            raise TypeError(f"task {task.id}: {why} ({error})") from None
         if unique.setdefault(canonical(task.prompt), task) is task and by_id.setdefault(task.id, task) is not task:
             raise ValueError(
                 f"two tasks with different prompts have the id {task.id!r} (item {position} is the second); random numbers and results "

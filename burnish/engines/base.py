@@ -37,6 +37,10 @@ class Abilities:
     shares_weights: bool           # samples from the trainer's own weights, nothing to publish
 
 
+class EngineError(ValueError):
+    """A model that this engine cannot sample from."""
+
+
 class Engine(Protocol):
     abilities: Abilities
 

@@ -52,16 +52,25 @@ def export(module: torch.nn.Module, tokenizer: Any, folder: Path | str, *, end_t
 def generation_config(tokenizer: Any, *, end_token_ids: Sequence[int], stop: Sequence[str]) -> GenerationConfig:
     """Greedy, ends at exactly these tokens and texts; nothing is taken over from the model training began with.
 
-    With stop texts `generate` wants its tokenizer as an argument, and says so.
+    A stop text of one character becomes the tokens that hold it, so that `generate` and pipelines need no more than the folder.
+    With longer ones `generate` wants its tokenizer as an argument, and says so.
     """
+    end_token_ids = [*end_token_ids, *(i for i in _tokens_with([s for s in stop if len(s) == 1], tokenizer) if i not in end_token_ids)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(end_token_ids), None)
     return GenerationConfig(
         do_sample=False,
         eos_token_id=list(end_token_ids) or None,
         pad_token_id=pad,
         bos_token_id=tokenizer.bos_token_id,
-        stop_strings=list(stop) or None,
+        stop_strings=[s for s in stop if len(s) > 1] or None,
     )
+
+
+def _tokens_with(characters: Sequence[str], tokenizer: Any) -> list[int]:
+    if not characters:
+        return []
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+    return [i for i, text in enumerate(texts) if any(c in text for c in characters)]
 
 
 def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

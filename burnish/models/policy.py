@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.models.records import ModelError
+
 
 class Policy:
     """A transformers causal LM (or peft model around one). Trainer and engine share it, so there is one copy of the weights.
@@ -66,12 +68,12 @@ class Policy:
         token_BT = torch.arange(4, device=self.device)[None] % self.config.get_text_config().vocab_size
         own = self.base(input_ids=token_BT, use_cache=False).logits.float()
         if not bool(torch.isfinite(own).all()):
-            raise ValueError(f"{type(self.base).__name__} gives logits that are not finite for ordinary tokens; its weights are damaged")
+            raise ModelError(f"{type(self.base).__name__} gives logits that are not finite for ordinary tokens; its weights are damaged")
         ours = self.logits(self.hidden(token_BT))
         # The architecture scales in its own dtype, `logits` in float32: they differ by that dtype's rounding
         room = max(1e-3, 4 * torch.finfo(self.head.weight.dtype).eps)
         if not torch.allclose(own, ours, rtol=room, atol=room * float(own.abs().max())):
-            raise ValueError(
+            raise ModelError(
                 f"{type(self.base).__name__} changes its logits after the head in a way burnish does not know "
                 f"(largest difference {float((own - ours).abs().max()):.3g}), so its log-probs would be wrong; "
                 "use another architecture, or add its scaling to burnish.models.policy"

@@ -128,6 +128,8 @@ def _env(ref: Ref) -> Iterator[str]:
         made = ref.load(room=ROOMS["env"])
         if isinstance(made, type) and (missing := [name for name in ("start", "step") if not callable(getattr(made, name, None))]):
             yield f"env: {ref.path} has no {' and no '.join(missing)}; an environment is a class with start(task) and async step(text)"
+        elif isinstance(made, type) and not inspect.iscoroutinefunction(made.step):
+            yield f"env: step of {ref.path} is no coroutine; write `async def step(self, text)`"
 
 
 def _sink(place: str, ref: Ref) -> Iterator[str]:

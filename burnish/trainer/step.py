@@ -25,6 +25,10 @@ class NonFiniteError(RuntimeError):
     """Too many updates in a row had a loss or gradient that was not finite."""
 
 
+class ShapeError(ValueError):
+    """A loss that does not return one number per token."""
+
+
 class NothingMovedError(RuntimeError):
     """An update with a gradient and a learning rate left every weight as it was."""
 
@@ -148,7 +152,13 @@ def _gradients(
         batch = collate(rows, index, device=state.policy.device, prox=prox)
         logp_BT, entropy_BT = score(state.policy, batch, sampling, entropy_grad="entropy" in algo.columns)
         columns = {**batch.given, "logp_cur": logp_BT, "entropy": entropy_BT, "mask": batch.mask_BT}
-        loss = algo.reduce(algo.loss(**{name: columns[name] for name in algo.columns}), batch.mask_BT, **counts)
+        loss_BT = algo.loss(**{name: columns[name] for name in algo.columns})
+        if loss_BT.shape != batch.mask_BT.shape:
+            raise ShapeError(
+                f"the loss returned the shape {tuple(loss_BT.shape)} for columns of the shape {tuple(batch.mask_BT.shape)}; a loss gives "
+                "one number per token and takes no mean or sum: algo.reduce does, with the counts of the whole step"
+            )
+        loss = algo.reduce(loss_BT, batch.mask_BT, **counts)
         if algo.kl is not None:
             kl_BT = kl_loss(logp_BT, columns["logp_gen"], columns["logp_ref"], **algo.kl)
             loss = loss + state.kl.coef * algo.reduce(kl_BT, batch.mask_BT, **counts)
@@ -201,6 +211,8 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
         group["lr"] = lr
     probe = _Probe(masters) if lr > 0 and norm > 0 else None
     state.optimizer.step()
+    if not math.isfinite(float(torch.nn.utils.get_total_norm(masters))):
+        raise NonFiniteError(f"update {state.updates} made weights that are not finite, with the learning rate {lr:.3g}; lower optim.lr")
     state.weights.publish()
     state.version += 1
     if probe is not None and not probe.moved():
@@ -213,11 +225,11 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
 
 
 class _Probe:
-    """The weight with the steepest gradient of each tensor, before and after."""
+    """Of each tensor the weight nearest to 0 that has a gradient, before and after: if any moves, it does, float32 being finest there."""
 
     def __init__(self, masters: Sequence[Tensor]) -> None:
         self.masters = masters
-        self.at = [int(m.grad.abs().argmax()) for m in masters]
+        self.at = [int(torch.where(m.grad != 0, m.detach().abs(), math.inf).argmin()) for m in masters]
         self.before = self._values()
 
     def _values(self) -> list[float]:

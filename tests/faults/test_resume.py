@@ -233,10 +233,30 @@ def test_a_folder_belongs_to_one_process(tmp_path):
     run(tmp_path / "run", {"train.steps": 4}, resume=True)
 
 
-def test_the_count_of_steps_without_rewards_survives(tmp_path):
-    (tmp_path / "never.py").write_text("def never(rollout, task): return None\n")
-    changes = {"rewards": [{"fn": f"{tmp_path / 'never.py'}:never"}], "checkpoint.every_steps": 1, "tasks.held_out": 0}
-    for resume in (False, True):
-        with pytest.raises(RunError, match="last 3 steps"):
-            run(tmp_path / "run", changes, resume=resume)
-        assert checkpoint.newest(tmp_path / "run" / "checkpoints").step == 2
+def test_steps_without_rewards_are_not_saved_over_good_ones(tmp_path):
+    (tmp_path / "fails.py").write_text("def fails(rollout, task): return 1.0 if rollout.version < 2 else None\n")
+    changes = {
+        "rewards": [{"fn": "positions", "isolate": False}, {"fn": f"{tmp_path / 'fails.py'}:fails"}], "checkpoint.every_steps": 1,
+        "tasks.held_out": 0, "train.steps": 20, "sampling.temperature": 1.5,
+    }
+    with pytest.raises(RunError, match="last 3 steps"):
+        run(tmp_path / "run", changes)
+    assert read_metrics(tmp_path / "run")[-1]["step"] == checkpoint.newest(tmp_path / "run" / "checkpoints").step + 2
+
+
+def test_metrics_without_a_checkpoint_are_not_thrown_away(tmp_path):
+    import shutil
+
+    run(tmp_path / "run", {"train.steps": 5})
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match="has metrics up to step 5 but no whole checkpoint"):
+        run(tmp_path / "run", {"train.steps": 6}, resume=True)
+    assert len(read_metrics(tmp_path / "run")) == 6
+
+
+def test_a_lost_evaluation_is_made_again_or_done_without(tmp_path):
+    done = run(tmp_path / "run", {"train.steps": 4})
+    (done.folder / "evals" / "step-000004.parquet").unlink()
+    assert run(tmp_path / "run", {"train.steps": 4}, resume=True).summary["after"] == done.summary["after"]
+    (done.folder / "evals" / "step-000000.parquet").unlink()
+    assert "after" not in run(tmp_path / "run", {"train.steps": 4}, resume=True).summary

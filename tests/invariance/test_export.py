@@ -245,3 +245,12 @@ def test_small_changes_by_lora_survive_bfloat16(make_tiny, tmp_path):
     wanted = layer.get_delta_weight("default").float()
     got = written["model.layers.0.mlp.down_proj.weight"].float() - base["model.layers.0.mlp.down_proj.base_layer.weight"].float()
     assert float((got - wanted).norm() / wanted.norm()) < 0.01
+
+
+def test_a_stop_of_one_character_needs_no_tokenizer(make_tiny, tmp_path):
+    loaded = make_tiny("llama")
+    export(loaded.module, loaded.tokenizer, tmp_path / "model", end_token_ids=[1], stop=["\n"])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    newline = loaded.tokenizer("\n").input_ids[0]
+    assert plain.generation_config.eos_token_id == [1, newline]
+    assert plain.generation_config.stop_strings is None

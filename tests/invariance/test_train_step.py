@@ -322,3 +322,22 @@ def test_updates_that_were_skipped_are_not_counted_as_trained_on(make_tiny):
     good = on_policy(state, random_rows(4))
     metrics = train_step(state, batch_of([replace(good.rows[0], adv=math.nan), *good.rows[1:]]), GRPO, **ONE)
     assert (metrics["train/rollouts_count"], metrics["train/tokens_count"]) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", [lambda logp_cur, adv: -(logp_cur * adv).mean(), lambda logp_cur, adv: -(logp_cur * adv).sum(-1)])
+def test_a_loss_that_is_not_one_number_per_token_is_refused(make_tiny, wrong):
+    state = state_of(make_tiny("llama"))
+    with pytest.raises(ValueError, match=r"one number per token.*algo\.reduce"):
+        train_step(state, on_policy(state, random_rows(4)), Algorithm(wrong, token_mean), **ONE)
+
+
+def test_a_tiny_learning_rate_at_the_end_of_a_schedule_is_no_error(make_tiny):
+    state = state_of(make_tiny("llama"))
+    train_step(state, on_policy(state, random_rows(4)), GRPO, sampling=PLAIN, lr_of=lambda u: 1e-12, clip_norm=1.0)
+    assert state.version == 1
+
+
+def test_weights_that_overflow_end_the_run_at_once(make_tiny):
+    state = state_of(make_tiny("llama"))
+    with pytest.raises(NonFiniteError, match="made weights that are not finite"):
+        train_step(state, on_policy(state, random_rows(4)), GRPO, sampling=PLAIN, lr_of=lambda u: 3e38, clip_norm=1.0)

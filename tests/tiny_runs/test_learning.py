@@ -70,7 +70,7 @@ def test_a_real_model_gets_better_at_arithmetic(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(done.model)
     example = done.summary["examples"][0]
     ids = tokenizer(example["prompt"], return_tensors="pt")
-    out = model.generate(**ids, tokenizer=tokenizer, max_new_tokens=50)
+    out = model.generate(**ids, max_new_tokens=50)
     text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
     assert text.endswith("\n")
     assert len(text) < 20

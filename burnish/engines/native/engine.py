@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from burnish.chat.template import end_token_ids
 from burnish.config import Sampling
-from burnish.engines.base import Abilities, Completion, Request
+from burnish.engines.base import Abilities, Completion, EngineError, Request
 from burnish.engines.native.cache import SlotCache, prefix_of
 from burnish.engines.native.sampler import MIN_ROWS, draw, uniforms
 from burnish.engines.native.stops import Stops
@@ -219,12 +219,14 @@ class _Run:
 
 def _windows(config: Any) -> dict[str, int | None]:
     """The kinds of attention layer of this architecture and how far back each looks."""
+    if hasattr(config, "attention_types"):
+        raise EngineError(f"the native engine does not know {config.model_type}'s attention_types, so its samples would be wrong")
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     if not kinds:
         return {"full_attention": window}
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise EngineError(
             f"the native engine keeps keys and values; {config.model_type} also has layers of the kinds {sorted(unknown)}, "
             "which keep another state. Use a model with attention layers only"
         )
