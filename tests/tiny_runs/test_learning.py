@@ -52,7 +52,7 @@ def test_from_scratch_tiny_reaches_nine_in_ten(tmp_path):
     assert sum(r["rollout/reward_mean"] for r in rows[-5:]) / 5 > 0.9
     print(f"{time.monotonic() - began:.0f} s")
     assert done.summary["before"]["accuracy_frac"] < 0.1
-    assert done.summary["after"]["accuracy_frac"] > 0.7
+    assert done.summary["after"]["accuracy_frac"] >= 0.8          # what the recipe says it reaches
 
 
 @pytest.mark.slow
