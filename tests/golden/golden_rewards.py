@@ -1,0 +1,5 @@
+"""Golden adapters of reward models, ensembles and running normalisation, best of n."""
+
+from __future__ import annotations
+
+ADAPTERS = {}
