@@ -7,34 +7,56 @@ that tells which tokens its clip left without a gradient; it is reported as trai
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 
+def _bounded_ratio(log_ratio: Tensor, adv: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None) -> Tensor:
+    """r held to the bound that A makes binding: at most 1+eps_high where A >= 0, else at least 1-eps_low and at most dual_clip.
+
+    Bounded before exp: exp of a large log-ratio is inf, and the zero gradient of a clamp behind it would be 0 * inf.
+    """
+    low = math.log(1 - eps_low) if eps_low < 1 else -math.inf
+    high = math.inf if dual_clip is None else math.log(dual_clip)
+    return torch.exp(torch.where(adv < 0, log_ratio.clamp(low, high), log_ratio.clamp(max=math.log1p(eps_high))))
+
+
+def _outside(log_ratio: Tensor, adv: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    low = math.log(1 - eps_low) if eps_low < 1 else -math.inf
+    return ((adv > 0) & (log_ratio > math.log1p(eps_high))) | ((adv < 0) & (log_ratio < low))
+
+
 def ppo_clip(
-    logp_cur: Tensor, logp_gen: Tensor, adv: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+    logp_cur: Tensor, logp_prox: Tensor, adv: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """max(-r A, -clip(r, 1-eps_low, 1+eps_high) A), r = pi_cur / pi_gen. [B,T] -> [B,T]
+    """max(-r A, -clip(r, 1-eps_low, 1+eps_high) A), r = pi_cur / pi_prox. [B,T] -> [B,T]
 
     PPO, arXiv:1707.06347 eq. 7; separate bounds from DAPO, arXiv:2503.14476. With dual_clip = c > 1, where A < 0 the
     loss is at most -c A (arXiv:1912.09729 eq. 5).
     """
-    ratio = torch.exp(logp_cur - logp_gen)
-    loss = torch.maximum(-ratio * adv, -ratio.clamp(1 - eps_low, 1 + eps_high) * adv)
-    if dual_clip is None:
-        return loss
-    return torch.where(adv < 0, torch.minimum(loss, -dual_clip * adv), loss)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is a ratio above 1, not {dual_clip}")
+    return -adv * _bounded_ratio(logp_cur - logp_prox, adv, eps_low, eps_high, dual_clip)
 
 
 def _ppo_clipped(
-    logp_cur: Tensor, logp_gen: Tensor, adv: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+    logp_cur: Tensor, logp_prox: Tensor, adv: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> Tensor:
     """True where the clipped branch of ppo_clip is strictly the larger one, so the token has no gradient. [B,T] -> [B,T]"""
-    ratio = torch.exp(logp_cur - logp_gen)
-    return -ratio.clamp(1 - eps_low, 1 + eps_high) * adv > -ratio * adv
+    return _outside(logp_cur - logp_prox, adv, eps_low, eps_high)
+
+
+def _ppo_dual_clipped(
+    logp_cur: Tensor, logp_prox: Tensor, adv: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """True where dual_clip bounds the loss, so the token has no gradient either. [B,T] -> [B,T]"""
+    return (adv < 0) & (logp_cur - logp_prox > (math.inf if dual_clip is None else math.log(dual_clip)))
 
 
 ppo_clip.clipped = _ppo_clipped
+ppo_clip.dual_clipped = _ppo_dual_clipped
 
 
 def reinforce(logp_cur: Tensor, adv: Tensor) -> Tensor:
@@ -42,6 +64,6 @@ def reinforce(logp_cur: Tensor, adv: Tensor) -> Tensor:
     return -adv * logp_cur
 
 
-def importance_sampling(logp_cur: Tensor, logp_gen: Tensor, adv: Tensor) -> Tensor:
-    """-A r, r = pi_cur / pi_gen, without a clip. [B,T] -> [B,T]"""
-    return -adv * torch.exp(logp_cur - logp_gen)
+def importance_sampling(logp_cur: Tensor, logp_prox: Tensor, adv: Tensor) -> Tensor:
+    """-A r, r = pi_cur / pi_prox, without a clip. [B,T] -> [B,T]"""
+    return -adv * torch.exp(logp_cur - logp_prox)

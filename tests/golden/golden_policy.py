@@ -17,18 +17,17 @@ def aggregate(settings, inputs, dtype):
     return {"loss": loss, "grad_values": torch.autograd.grad(loss, value)[0]}
 
 
-def policy_loss(fn, settings, inputs, dtype, columns=("logp_gen",), clip=None):
+def policy_loss(fn, settings, inputs, dtype, columns=("logp_prox",), clip=None):
     c = Columns(inputs, dtype)
-    args = {"logp_cur": c.cur, "adv": c["advantages"], **({"logp_gen": c["old_logprobs"]} if columns else {})}
+    args = {"logp_cur": c.cur, "adv": c["advantages"], **({"logp_prox": c["old_logprobs"]} if columns else {})}
     per_token = fn(**args)
     loss = reducer(settings["agg"], c.mask)(per_token, c.mask)
     out = {"loss": loss, "grad_logprobs": c.grad(loss), "per_token_loss": masked(per_token, c.mask)}
     if clip:
         count = max(int(c.mask.sum()), 1)
         out["clip_fraction"] = (clip(**args) & c.mask).sum().to(dtype) / count
-        bound = settings.get("dual_clip")
-        base = policy_losses.ppo_clip(**args, eps_low=settings["eps_low"], eps_high=settings["eps_high"])
-        dual = (args["adv"] < 0) & (base > -bound * args["adv"]) if bound else torch.zeros_like(c.mask)
+        values = {k: settings[k] for k in ("eps_low", "eps_high", "dual_clip")}
+        dual = policy_losses.ppo_clip.dual_clipped(**args, **values)
         out["dual_clip_fraction"] = (dual & c.mask).sum().to(dtype) / count
     return out
 
