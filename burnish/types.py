@@ -6,7 +6,7 @@ Task -> Rollout -> Scored -> Group -> Batch. All are frozen plain data and impor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 
@@ -93,6 +93,8 @@ class Scored:
     reward: float | None
     scores: Mapping[str, float | None]                 # by reward name, before weights
     errors: Mapping[str, str] = field(default_factory=dict)
+    cost: float | None = None                          # of the rewards that are costs; None where there are none
+    steps: tuple[tuple[int, float], ...] = ()          # rewards of steps: index of a step's last token, value; part of `reward` too
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +106,85 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt with the answer that is to be learned, for supervised fine-tuning and distillation."""
+
+    id: str
+    prompt: Prompt
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which the first was preferred. `margin` says by how much, where that is known."""
+
+    id: str
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """One answer with a judgement of its own: wanted or not (KTO), a number or several (regression), or a class (ordinal)."""
+
+    id: str
+    prompt: Prompt
+    answer: str
+    wanted: bool | None = None
+    ratings: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One rollout ready for the trainer."""
+    """One sequence ready for the trainer.
+
+    `columns` are numbers a token ([T] each, read only where `mask`), by the names of trainer.columns.COLUMNS; `numbers` are one a
+    row. `algo` names the algorithm that trains it where a run has several.
+    """
 
     tokens: tuple[int, ...]        # [T]
-    sampled: tuple[bool, ...]      # [T]
-    logp_gen: tuple[float, ...]    # [T]
-    logp_ref: tuple[float, ...] | None  # [T] nats under the reference; None where the algorithm has none
-    adv: float                     # advantage, the same for each sampled token
-    reward: float
+    mask: tuple[bool, ...]         # [T] True on the tokens that are trained on
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    algo: str = ""
+
+    def __post_init__(self) -> None:
+        for name, values in (("mask", self.mask), *self.columns.items()):
+            if len(values) != len(self.tokens):
+                raise ValueError(f"a row of {len(self.tokens)} tokens has {len(values)} values of {name}; there is one a token")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return sum(self.mask)
+
+    def put(self, **columns: float | tuple[float, ...]) -> Row:
+        """The row with these columns; a single number stands at every token of the mask."""
+        spread = {
+            name: tuple(value if m else 0.0 for m in self.mask) if isinstance(value, int | float) else tuple(value)
+            for name, value in columns.items()
+        }
+        return replace(self, columns={**self.columns, **spread})
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one step and their counts."""
+    """The rows of one step. `rows_per_unit` rows in a row belong together: 1, or 2 where the loss compares two (chosen, rejected)."""
 
     rows: tuple[Row, ...]
-    num_tokens: int                # sampled tokens of all rows
-    num_rollouts: int              # rows with at least one sampled token
+    rows_per_unit: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.rows) % self.rows_per_unit:
+            raise ValueError(f"{len(self.rows)} rows do not make units of {self.rows_per_unit}")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rows with at least one token to train on."""
+        return sum(row.num_tokens > 0 for row in self.rows)

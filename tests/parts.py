@@ -13,7 +13,6 @@ from burnish.algorithms.reduce import token_mean
 from burnish.config import Sampling
 from burnish.engines.native import NativeEngine
 from burnish.models.policy import Policy
-from burnish.rollout.batch import batch_of
 from burnish.trainer import Algorithm, TrainState, make_state
 from burnish.trainer.columns import score_rows
 from burnish.types import Batch, Row
@@ -42,14 +41,19 @@ def random_rows(num: int = 8, *, vocab: int = 60, seed: int = 0, holes: bool = T
         tokens = [rng.randrange(2, vocab) for _ in sampled]
         logp = [-4.1 + rng.uniform(-0.5, 0.5) if s else 0.0 for s in sampled]
         logp_ref = tuple(x + rng.uniform(-0.3, 0.3) if s else 0.0 for x, s in zip(logp, sampled, strict=True)) if ref else None
-        rows.append(Row(tuple(tokens), tuple(sampled), tuple(logp), logp_ref, rng.uniform(-2, 2), rng.random()))
+        row = Row(tuple(tokens), tuple(sampled), {"logp_gen": tuple(logp)}, {"version": 0.0})
+        rows.append(row.put(adv=rng.uniform(-2, 2), **({"logp_ref": logp_ref} if ref else {})))
     return rows
+
+
+def adv_of(row: Row) -> float:
+    return next(a for a, m in zip(row.columns["adv"], row.mask, strict=True) if m)
 
 
 def on_policy(state: TrainState, rows: Sequence[Row]) -> Batch:
     """The rows with the log-probs that the policy gives them now."""
     logp = score_rows(state.policy, rows, sampling=PLAIN, tokens_per_micro_batch=10_000)
-    return batch_of([Row(r.tokens, r.sampled, lp, r.logp_ref, r.adv, r.reward) for r, lp in zip(rows, logp, strict=True)])
+    return Batch(tuple(r.put(logp_gen=lp) for r, lp in zip(rows, logp, strict=True)))
 
 
 def weights_of(state: TrainState) -> dict[str, torch.Tensor]:

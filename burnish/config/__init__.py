@@ -3,6 +3,13 @@
 from burnish.config.settings import (
     Algo,
     Checkpoint,
+    Constraint,
+    Correction,
+    Critic,
+    Data,
+    Distill,
+    Entropy,
+    Environment,
     EvalSampling,
     Evaluate,
     Kl,
@@ -10,15 +17,21 @@ from burnish.config.settings import (
     Model,
     Monitor,
     Optim,
+    Preference,
     Reward,
+    RewardModel,
     Sampling,
     Scratch,
     Settings,
+    Sft,
     Tasks,
+    Teacher,
+    Term,
     Train,
 )
 
 __all__ = [
-    "Algo", "Checkpoint", "EvalSampling", "Evaluate", "Kl", "Lora", "Model", "Monitor", "Optim", "Reward", "Sampling", "Scratch",
-    "Settings", "Tasks", "Train",
+    "Algo", "Checkpoint", "Constraint", "Correction", "Critic", "Data", "Distill", "Entropy", "Environment", "EvalSampling",
+    "Evaluate", "Kl", "Lora", "Model", "Monitor", "Optim", "Preference", "Reward", "RewardModel", "Sampling", "Scratch",
+    "Settings", "Sft", "Tasks", "Teacher", "Term", "Train",
 ]

@@ -122,6 +122,8 @@ class Reward(Strict):
     fn: RefField
     """A function of (rollout, task). Short names: burnish.rewards."""
     weight: float = 1.0
+    cost: bool = False
+    """What it gives is a cost, kept under constraint.limit, and no part of the reward."""
     timeout_s: PositiveFloat = 10.0
     """After this long the call is stopped and the rollout counts as not scored."""
     isolate: bool = True
@@ -133,8 +135,10 @@ class Kl(Strict):
 
     coef: NonNegativeFloat
     """0 only measures."""
-    place: Literal["reward", "loss"] = "loss"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    place: Literal["reward", "token_reward", "loss"] = "loss"
+    """reward: its sum is taken off a rollout's reward before any baseline; token_reward: each token's off the reward of that token."""
+    estimator: Literal["k1", "k2", "k3", "exact"] = "k3"
+    """exact is over the whole vocabulary at each token, not only the token that was sampled; with place: loss."""
     gradient: Literal["naive", "straight_through_k2", "importance_weighted"] = "naive"
     """Used where place is loss."""
     target_nats: PositiveFloat | None = None
@@ -151,8 +155,10 @@ class Kl(Strict):
             )
         if self.place == "loss" and self.estimator == "k2" and self.gradient == "importance_weighted":
             raise ValueError("k2 with an importance-weighted gradient is biased; use gradient: naive")
-        if self.place == "reward" and self.gradient != "naive":
+        if self.place != "loss" and self.gradient != "naive":
             raise ValueError("gradient belongs to place: loss; a KL in the reward has no gradient of its own")
+        if self.estimator == "exact" and (self.place != "loss" or self.gradient != "naive"):
+            raise ValueError("estimator: exact is a loss with its own gradient; use place: loss and gradient: naive")
         if self.target_nats is not None and self.coef == 0:
             raise ValueError("target_nats adapts coef by a factor, which cannot leave 0; give a positive coef to start from")
         if self.target_nats is None and self.horizon_rollouts != type(self).model_fields["horizon_rollouts"].default:
@@ -160,24 +166,215 @@ class Kl(Strict):
         return self
 
 
+class Correction(Strict):
+    """Weights on the policy loss for the distance between the sampler and the policy at the start of a step's updates."""
+
+    fn: RefField = Ref("token_truncate", {"high": 2.0})
+    """Log-ratios to weights. Short names: burnish.algorithms.corrections."""
+    normalize: bool = False
+    """Weights have mean 1 over the step; this needs a pass over all rollouts before the first update."""
+    denominator: Literal["original", "kept"] = "original"
+    """kept: tokens that the correction drops do not count in the reduction; this needs that pass too."""
+
+
+class Entropy(Strict):
+    """A bonus for being undecided: -coef times the entropy, reduced as the loss is."""
+
+    coef: NonNegativeFloat
+    target_nats: PositiveFloat | None = None
+    """Adapt the coefficient: it rises by delta in a step whose entropy is below this, falls by delta above, and is 0 meanwhile."""
+    delta: PositiveFloat = 0.001
+    max_coef: PositiveFloat = 0.05
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Entropy:
+        adaptive = [n for n in ("delta", "max_coef") if getattr(self, n) != type(self).model_fields[n].default]
+        if self.target_nats is None and adaptive:
+            raise ValueError(f"{adaptive[0]} does nothing without target_nats; give target_nats, or remove it")
+        if self.target_nats is None and self.coef == 0:
+            raise ValueError("coef 0 without target_nats does nothing; remove the section, or give one of the two")
+        return self
+
+
 class Algo(Strict):
+    """A policy-gradient method."""
+
     advantage: RefField = Ref("standardize")
-    """Rewards of one group to advantages. Short names: burnish.algorithms.advantages."""
+    """Rewards to advantages, of a group or of the whole step. Short names: burnish.algorithms.advantages."""
+    normalize: RefField | None = None
+    """What is done to the advantages of all tokens of a step, as whiten. Short names: burnish.algorithms.advantages."""
     loss: RefField = Ref("ppo_clip", {"eps_low": 0.2, "eps_high": 0.2})
     """One number per token. Short names: burnish.algorithms.policy_losses."""
     reduce: RefField = Ref("token_mean")
     """Per-token losses to the loss of the step. Short names: burnish.algorithms.reduce."""
+    correction: Correction | None = Correction()
+    """None: the policy at the start of the updates is taken to be the sampler."""
+    prox: Literal["scored", "gen", "interpolated"] = "scored"
+    """What ratios are taken to: the policy at the start of the updates, the sampler itself, or a point between by their versions."""
     kl: Kl | None = None
-    constant_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal teach nothing: keep them in the counts, or drop them before the update."""
+    entropy: Entropy | None = None
+    constant_groups: Literal["keep", "drop", "refill"] = "keep"
+    """Groups whose rewards are all equal teach nothing: keep them in the counts, drop them before the update, or also draw more tasks
+    until prompts_per_step groups are left (DAPO's dynamic sampling)."""
+    refill_rounds: PositiveInt = 3
+    """With refill: how many more rounds of tasks at most."""
+    truncated: Literal["keep", "drop"] = "keep"
+    """Rollouts that were cut off: drop leaves them out of the loss, after the advantages were made (DAPO's overlong filtering)."""
+    length_penalty: RefField | None = None
+    """Added to the reward by length, after constant groups were dropped by the reward alone. Short names: burnish.algorithms.returns."""
+    baseline_decay: BelowOne = 0.9
+    """Of the moving average of the mean reward, for an advantage that asks for `baseline` (minus_ema)."""
+    stop_at_kl_nats: PositiveFloat | None = None
+    """Leave out the rest of a step's updates once the policy is this far, a token, from where the step began."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Algo:
+        if self.prox == "gen" and self.correction is not None:
+            raise ValueError(
+                "prox: gen takes ratios to the sampler itself, which leaves nothing to correct; set correction: null, or prox: scored"
+            )
+        if self.constant_groups != "refill" and self.refill_rounds != type(self).model_fields["refill_rounds"].default:
+            raise ValueError("refill_rounds does nothing without constant_groups: refill; give both or neither")
+        return self
+
+
+class Critic(Strict):
+    """Values of states, for advantages by generalised advantage estimation."""
+
+    kind: Literal["model", "head"] = "model"
+    """A model of its own that starts from the policy's weights, or a head on the policy."""
+    model: Model | None = None
+    """With kind: model, another model to start from; none: the policy's."""
+    lr: PositiveFloat = 1e-5
+    """With kind: model. Its schedule, betas and clip are those of optim."""
+    coef: PositiveFloat = 0.5
+    """With kind: head, the weight of the value loss beside the policy's."""
+    loss: RefField = Ref("clipped_error", {"clip": 0.2})
+    """One number per token. Short names: burnish.algorithms.value_losses."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at first in which only the critic learns."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Critic:
+        other = {"model": ["coef"], "head": ["lr", "model"]}[self.kind]
+        if given := [n for n in other if getattr(self, n) != type(self).model_fields[n].default]:
+            raise ValueError(f"{given[0]} does nothing with kind: {self.kind}; remove it, or use the other kind")
+        return self
+
+
+class Constraint(Strict):
+    """Keep the mean cost of a step at or below `limit` by a multiplier that a PID controller moves (arXiv:2007.03964)."""
+
+    limit: float
+    kp: NonNegativeFloat = 0.1
+    ki: NonNegativeFloat = 0.01
+    kd: NonNegativeFloat = 0.0
+    max_multiplier: PositiveFloat = 100.0
+
+
+class Environment(Strict):
+    """One of several environments of a run: its own tasks, rewards and algorithm."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+    tasks: Tasks
+    env: RefField = Ref("single_turn")
+    rewards: Annotated[tuple[Reward, ...], Field(min_length=1)]
+    algo: Algo | None = None
+    """None: the run's."""
+    prompts_per_step: PositiveInt
+
+
+class Data(Strict):
+    """Written answers to learn from."""
+
+    source: RefField
+    """A function that returns a list of Example (sft, distill), Pair (preference, reward_model) or Rated (preference by KTO, reward_model).
+    Short names: burnish.data.answers."""
+    held_out: NonNegativeInt = 0
+    """How many are kept for evaluation and never trained on. Equal prompts never stand on both sides."""
+    shuffle: bool = True
+    max_tokens: PositiveInt | None = None
+    """Longest sequence, prompt and answer; none: the model's context. Longer ones are left out and counted."""
+
+
+class Sft(Strict):
+    """Learn the answers themselves, token by token."""
+
+    loss: RefField = Ref("cross_entropy")
+    """One number per token. Short names: burnish.algorithms.token_losses."""
+    reduce: RefField = Ref("token_mean")
+    best_of: PositiveInt | None = None
+    """In loop sync: of each group's samples learn this many of the highest reward (rejection-sampling fine-tuning)."""
+    min_reward: float | None = None
+    """In loop sync: and only those whose reward is at least this."""
+
+
+class Term(Strict):
+    """One loss of a mixture."""
+
+    fn: RefField
+    weight: PositiveFloat = 1.0
+
+
+class Preference(Strict):
+    """Learn from pairs of answers (or from single wanted and unwanted ones, with kto)."""
+
+    losses: Annotated[tuple[Term, ...], Field(min_length=1)] = (Term(fn=Ref("sigmoid", {"beta": 0.1})),)
+    """Short names: burnish.algorithms.preference_losses."""
+    nll_coef: NonNegativeFloat = 0.0
+    """Weight of the chosen answer's negative log-likelihood beside the losses."""
+    nll_normalization: Literal["example_mean", "token_mean", "sequence_sum"] = "example_mean"
+    length_alpha: Frac | None = None
+    """LD-DPO (arXiv:2409.06411): weight of the tokens of the longer answer beyond the length of the shorter; none: 1."""
+    weigh_by_policy: bool = False
+    """WPO (arXiv:2406.11827): pairs weigh by how probable they are under the policy."""
+    reference: Literal["start", "none"] = "start"
+    """The policy at the start of training, or none: the losses' reference log-probs are then 0."""
+    refresh_steps: NonNegativeInt = 0
+    """TR-DPO (arXiv:2404.09656): every so many steps the reference moves towards the policy; 0: never."""
+    refresh_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How far it moves; 1: all the way."""
+
+
+class RewardModel(Strict):
+    """Learn to score answers."""
+
+    loss: RefField = Ref("bradley_terry")
+    """Short names: burnish.algorithms.reward_losses."""
+    center_coef: NonNegativeFloat = 0.0
+    """Weight of the square of the sum of both scores, which keeps them around 0; for pairs."""
+    outputs: PositiveInt = 1
+    """Numbers that the head gives: 1, or one an objective for regression on several ratings."""
+
+
+class Teacher(Strict):
+    model: Model
+    weight: PositiveFloat = 1.0
+
+
+class Distill(Strict):
+    """Learn the distributions of one or several teachers, token by token."""
+
+    teachers: Annotated[tuple[Teacher, ...], Field(min_length=1)]
+    divergence: RefField | None = Ref("generalized_jsd", {"beta": 0.5})
+    """Of whole distributions. Short names: burnish.algorithms.divergences. None: the teachers are there for the algorithm's
+    advantage (teacher_gap), by the log-probs of sampled tokens."""
+    temperature: PositiveFloat = 1.0
+    reduce: RefField = Ref("token_mean")
+    on_policy_frac: Frac = 0.0
+    """In loop distill: the share of steps whose answers the policy samples itself from the prompts (GKD's lambda)."""
 
 
 class Train(Strict):
     steps: PositiveInt
-    prompts_per_step: PositiveInt
-    samples_per_prompt: PositiveInt
+    prompts_per_step: PositiveInt | None = None
+    """In loop sync; of all environments together where there are several."""
+    samples_per_prompt: PositiveInt | None = None
+    """In loop sync."""
+    examples_per_step: PositiveInt | None = None
+    """In the loops on written answers: examples or pairs."""
     epochs: PositiveInt = 1
-    """Passes over the rollouts of one step."""
+    """Passes over the rows of one step."""
     minibatches: PositiveInt = 1
     """Optimizer steps in one pass."""
     tokens_per_micro_batch: PositiveInt = 4096
@@ -226,6 +423,17 @@ class Monitor(Strict):
     """Where metrics go besides metrics.jsonl. Short names: burnish.monitor.sinks."""
 
 
+LOOPS = ("sync", "sft", "preference", "reward_model", "distill")
+METHODS = ("algo", "sft", "preference", "reward_model", "distill")
+"""The sections of which a run has one, or two where one serves the other."""
+ALLOWED = {
+    "sync": {"algo", "sft", "preference", "distill", "critic", "constraint", "environments", "tasks", "rewards", "env", "sampling"},
+    "sft": {"sft", "data"}, "preference": {"preference", "data"}, "reward_model": {"reward_model", "data"},
+    "distill": {"distill", "data", "sampling"},
+}
+"""Sections that a loop reads, beside those that all do; tasks and rewards elsewhere are for evaluation only."""
+
+
 class Settings(Strict):
     """One run."""
 
@@ -233,14 +441,28 @@ class Settings(Strict):
     about: str = ""
     expect: str = ""
     """What the recipe is expected to reach, and how long it takes."""
+    preset: str | None = None
+    """A method by its paper's name (burnish.algorithms.presets); what the recipe itself says comes first."""
+    loop: Literal["sync", "sft", "preference", "reward_model", "distill"] = "sync"
+    """Where the rows come from: the policy's own rollouts (sync), or written answers."""
     seed: Seed = 0
     model: Model
-    tasks: Tasks
+    tasks: Tasks | None = None
     env: RefField = Ref("single_turn")
     """A class with start and step. Short names: burnish.envs."""
-    rewards: Annotated[tuple[Reward, ...], Field(min_length=1)]
+    rewards: tuple[Reward, ...] = ()
+    environments: tuple[Environment, ...] = ()
+    """In place of tasks, env and rewards: several, each with its own."""
+    data: Data | None = None
     sampling: Sampling = Sampling()
-    algo: Algo = Algo()
+    algo: Algo | None = None
+    """In loop sync, none and no other method: the defaults of this section."""
+    critic: Critic | None = None
+    constraint: Constraint | None = None
+    sft: Sft | None = None
+    preference: Preference | None = None
+    reward_model: RewardModel | None = None
+    distill: Distill | None = None
     train: Train
     optim: Optim = Optim()
     evaluate: Evaluate = Evaluate()
@@ -249,12 +471,87 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature 0 draws the same sample each time, so nothing can be learned; use 1.0")
-        rollouts = self.train.prompts_per_step * self.train.samples_per_prompt
-        if self.train.minibatches > rollouts:
-            raise ValueError(f"train.minibatches is {self.train.minibatches}, but a step has only {rollouts} rollouts")
-        names = [reward.fn.path for reward in self.rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"the same reward stands twice in rewards: {names}")
+        if (own := _missing_method(self)) is not None:      # it stands in what is printed and saved, with its defaults
+            object.__setattr__(self, *own)
+        _one_method(self)
+        _sources(self)
+        if self.loop == "sync":
+            if self.sampling.temperature == 0:
+                raise ValueError("sampling.temperature 0 draws the same sample each time, so nothing can be learned; use 1.0")
+            units = self.train.prompts_per_step * self.train.samples_per_prompt
+        else:
+            units = self.train.examples_per_step
+        if self.train.minibatches > units:
+            what = "rollouts" if self.loop == "sync" else "examples"
+            raise ValueError(f"train.minibatches is {self.train.minibatches}, but a step has only {units} {what}")
+        for place, rewards in (("rewards", self.rewards), *((f"environments {e.name}", e.rewards) for e in self.environments)):
+            names = [reward.fn.path for reward in rewards]
+            if len(set(names)) != len(names):
+                raise ValueError(f"the same reward stands twice in {place}: {names}")
         return self
+
+
+def _missing_method(s: Settings) -> tuple[str, Strict] | None:
+    """The section that the loop cannot do without and that was not given."""
+    given = [name for name in METHODS if getattr(s, name) is not None]
+    if s.loop == "sync":
+        return ("algo", Algo()) if not given or given == ["distill"] and s.distill.divergence is None else None
+    own = {"sft": Sft, "preference": Preference, "reward_model": RewardModel}.get(s.loop)
+    return (s.loop, own()) if own is not None and not given else None
+
+
+def _one_method(s: Settings) -> None:
+    given = [name for name in METHODS if getattr(s, name) is not None]
+    allowed = ALLOWED[s.loop]
+    always = {"distill"} if s.loop == "sync" and s.algo is not None and s.distill is not None and s.distill.divergence is None else set()
+    if wrong := [name for name in given if name not in allowed]:
+        raise ValueError(f"the section {wrong[0]} is not read in loop: {s.loop}; remove it, or use the loop that reads it")
+    if len(set(given) - always) > 1:
+        raise ValueError(f"the sections {given} are methods of their own; keep one of them")
+    if not given:
+        raise ValueError(f"loop: {s.loop} needs the section {s.loop}")
+    for name in ("critic", "constraint"):
+        if getattr(s, name) is not None and s.algo is None:
+            raise ValueError(f"{name} belongs to a policy-gradient method (the section algo)")
+    if s.distill is not None and s.distill.divergence is None and s.loop != "sync":
+        raise ValueError("distill.divergence null leaves the teachers to the algorithm's advantage, which is in loop: sync only")
+
+
+def _sources(s: Settings) -> None:
+    if s.loop == "sync":
+        if s.environments:
+            if s.tasks is not None or s.rewards or s.env != Ref("single_turn"):
+                raise ValueError("environments stand in place of tasks, env and rewards; remove one or the other")
+            if s.train.prompts_per_step is None:
+                raise ValueError("train.prompts_per_step is needed: the sum of the environments' prompts_per_step")
+            if (total := sum(e.prompts_per_step for e in s.environments)) != s.train.prompts_per_step:
+                raise ValueError(f"train.prompts_per_step is {s.train.prompts_per_step}, but the environments' add up to {total}")
+            names = [e.name for e in s.environments]
+            if len(set(names)) != len(names):
+                raise ValueError(f"two environments have the same name: {names}")
+            if s.algo is None:
+                raise ValueError("environments are for policy-gradient methods (the section algo)")
+        elif s.tasks is None or not s.rewards:
+            raise ValueError("loop: sync needs tasks and at least one entry of rewards")
+        for name in ("prompts_per_step", "samples_per_prompt"):
+            if getattr(s.train, name) is None:
+                raise ValueError(f"train.{name} is needed in loop: sync")
+        if s.data is not None or s.train.examples_per_step is not None:
+            what = "data" if s.data is not None else "train.examples_per_step"
+            raise ValueError(f"{what} is not read in loop: sync; remove it, or use another loop")
+        return
+    if s.data is None or s.train.examples_per_step is None:
+        raise ValueError(f"loop: {s.loop} needs {'data' if s.data is None else 'train.examples_per_step'}")
+    for name in ("prompts_per_step", "samples_per_prompt"):
+        if getattr(s.train, name) is not None:
+            raise ValueError(f"train.{name} is not read in loop: {s.loop}, where train.examples_per_step says how much a step takes")
+    if s.environments or s.critic or s.constraint:
+        raise ValueError(f"environments, critic and constraint are not read in loop: {s.loop}")
+    if (s.tasks is None) != (not s.rewards):
+        raise ValueError("tasks and rewards are for evaluation here; give both or neither")
+    if s.tasks is not None and (s.loop == "reward_model" or s.tasks.held_out == 0):
+        raise ValueError(f"tasks in loop: {s.loop} are for evaluation only; " + (
+            "a reward model does not answer, remove them" if s.loop == "reward_model" else "set tasks.held_out to how many to evaluate on"))
+    samples = s.loop == "distill" and s.distill.on_policy_frac > 0
+    if s.sampling != Sampling() and not samples:
+        raise ValueError(f"sampling is not read in loop: {s.loop}; evaluate.sampling is what held-out answers are drawn with")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from burnish.types import Prompt, Task
 
@@ -24,10 +25,10 @@ def task_id(prompt: Prompt, dataset: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """No prompt stands on both sides, nor twice on one. `num_duplicates`: tasks left out because their prompt stood before."""
+    """No prompt stands on both sides; of tasks, none stands twice. `num_duplicates`: what was left out because it stood before."""
 
-    train: tuple[Task, ...]
-    held_out: tuple[Task, ...]
+    train: tuple[Any, ...]         # Task, Example, Pair or Rated
+    held_out: tuple[Any, ...]
     num_duplicates: int = 0
 
 
@@ -69,8 +70,7 @@ def split(tasks: Sequence[Task], *, held_out: int, seed: int) -> Split:
             f"held_out is {held_out}, but the source has {len(unique)} distinct prompts among its {len(tasks)} tasks and at least one "
             f"must be left to train on; lower tasks.held_out or make the source larger"
         )
-    by_rank = sorted(unique, key=_hash_of(seed))
-    kept = frozenset(by_rank[:held_out])
+    kept = lowest(unique, held_out, seed=seed)
     return Split(
         train=tuple(task for text, task in unique.items() if text not in kept),
         held_out=tuple(task for text, task in unique.items() if text in kept),
@@ -78,19 +78,24 @@ def split(tasks: Sequence[Task], *, held_out: int, seed: int) -> Split:
     )
 
 
+def lowest(texts: Iterable[str], n: int, *, seed: int) -> frozenset[str]:
+    """The n texts with the lowest hash of (seed, text)."""
+    return frozenset(sorted(texts, key=_hash_of(seed))[:n])
+
+
 class Cursor:
-    """Hands out tasks, each once an epoch; `position`, the number handed out so far, is its whole state.
+    """Hands out tasks, or anything with an id, each once an epoch; `position`, the number handed out so far, is its whole state.
 
     shuffle: a new order each epoch, which depends on (seed, epoch, task ids) only; False: the order of `tasks`.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool, position: int = 0) -> None:
+    def __init__(self, tasks: Sequence[Any], *, seed: int, shuffle: bool, position: int = 0) -> None:
         if not tasks:
             raise ValueError("a cursor needs at least one task")
         if position < 0:
             raise ValueError(f"position is {position}; it counts the tasks handed out and cannot be negative")
         self._tasks, self._seed, self._shuffle = tuple(tasks), seed, shuffle
-        self._order: tuple[Task, ...] = ()
+        self._order: tuple[Any, ...] = ()
         self._order_epoch = -1
         self.position = position
 
@@ -99,9 +104,9 @@ class Cursor:
         """Of the next task; 0 first."""
         return self.position // len(self._tasks)
 
-    def next(self, n: int) -> list[Task]:
+    def next(self, n: int) -> list[Any]:
         """The next n tasks; goes on into the next epoch where one ends."""
-        out: list[Task] = []
+        out: list[Any] = []
         while len(out) < n:
             start = self.position % len(self._tasks)
             part = self._order_of(self.epoch)[start : start + n - len(out)]
@@ -109,7 +114,7 @@ class Cursor:
             self.position += len(part)
         return out
 
-    def _order_of(self, epoch: int) -> tuple[Task, ...]:
+    def _order_of(self, epoch: int) -> tuple[Any, ...]:
         if not self._shuffle:
             return self._tasks
         if epoch != self._order_epoch:

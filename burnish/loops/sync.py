@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from burnish.engines.base import Engine
-from burnish.rollout.keep import Kept
-from burnish.rollout.run import Visit
+from burnish.rollout.gather import Gathered
 from burnish.trainer.state import TrainState
-from burnish.types import Batch, Group
+from burnish.types import Batch
 
 
 class Clock(Protocol):
@@ -20,11 +19,10 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """All that a step made. Taps read it."""
+    """All that a step made: what each environment gave, the rows that were trained on, the metrics. Taps read it."""
 
     step: int
-    groups: Sequence[Group]
-    kept: Kept
+    gathered: Sequence[Gathered]
     batch: Batch
     metrics: dict[str, float]
 
@@ -36,23 +34,20 @@ def sync(
     state: TrainState,
     *,
     steps: int,
-    next_visits: Callable[[], list[Visit]],
-    roll: Callable[[list[Visit]], list[Group]],
-    keep: Callable[[Sequence[Group]], Kept],
-    assemble: Callable[[Sequence[Group]], Batch],
+    gather: Callable[[], Sequence[Gathered]],
+    assemble: Callable[[Sequence[Gathered]], Batch],
     update: Callable[[Batch], dict[str, float]],
     engine: Engine,
     clock: Clock,
     taps: Sequence[Tap] = (),
 ) -> None:
-    """Until `steps` steps are done: tasks -> groups -> what is kept -> batch -> update -> the engine's new version -> taps."""
+    """Until `steps` steps are done: rollouts that are kept -> batch -> updates -> the engine's new version -> taps."""
     while state.step < steps:
-        groups = roll(next_visits())
-        kept = keep(groups)
+        gathered = gather()
         with clock.phase("train"):
-            batch = assemble(kept.groups)
+            batch = assemble(gathered)
             metrics = update(batch)
         engine.load(state.version)
         state.step += 1
         for tap in taps:
-            tap(StepRecord(state.step, groups, kept, batch, metrics))
+            tap(StepRecord(state.step, gathered, batch, metrics))

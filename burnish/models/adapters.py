@@ -8,8 +8,11 @@ from burnish.config.settings import Lora
 from burnish.models.records import ModelError, first_line, nearest
 
 
-def add_lora(module: torch.nn.Module, lora: Lora, *, seed: int) -> torch.nn.Module:
-    """The module wrapped in a PeftModel: base frozen, adapters trainable, the same seed gives the same adapters."""
+def add_lora(module: torch.nn.Module, lora: Lora, *, seed: int, task_type: str = "CAUSAL_LM") -> torch.nn.Module:
+    """The module wrapped in a PeftModel: base frozen, adapters trainable, the same seed gives the same adapters.
+
+    task_type SEQ_CLS keeps a head of scores trainable too.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -25,7 +28,7 @@ def add_lora(module: torch.nn.Module, lora: Lora, *, seed: int) -> torch.nn.Modu
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        task_type="CAUSAL_LM",
+        task_type=task_type,
     )
     try:
         with torch.random.fork_rng(devices=[]):

@@ -74,10 +74,12 @@ def _tokens_with(characters: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by the names of the plain architecture, LoRA merged in. Weights that no adapter touches are not copied."""
+    """Weights by the names of the plain architecture, LoRA merged in, without a value head. Weights that no adapter touches are not
+    copied.
+    """
     base = _base(module)
     layers = _adapted_layers(base) if base is not module else {}
-    inside = tuple(f"{name}." for name in layers)
+    inside = ("value_head.", *(f"{name}." for name in layers))
     state = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(inside)}
     for name, layer in layers.items():
         twin = copy.deepcopy(layer).float()      # in bfloat16 most of a small change would be rounded away

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
 from burnish.config.settings import Model
 from burnish.models import gguf, scratch
@@ -19,7 +19,7 @@ from burnish.models.adapters import add_lora
 from burnish.models.files import quiet
 from burnish.models.records import Facts, Loaded, ModelError, first_line, nearest
 
-__all__ = ["Facts", "Loaded", "ModelError", "inspect", "load", "load_tokenizer"]
+__all__ = ["Facts", "Loaded", "ModelError", "inspect", "load", "load_scorer", "load_tokenizer"]
 
 UNBOUNDED_TOKENS = 1 << 20      # context of a model that names no limit, such as one without positions
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -49,6 +49,29 @@ def load(model: Model, *, seed: int, cache_dir: Path | None = None) -> Loaded:
         _silence_dropout(module)
         if model.lora is not None:
             module = add_lora(module, model.lora, seed=seed)
+    return Loaded(module.eval(), tokenizer, context, source)
+
+
+def load_scorer(model: Model, *, seed: int, outputs: int = 1, cache_dir: Path | None = None) -> Loaded:
+    """As load, with a linear head of `outputs` numbers in place of the next token's: a critic, or a reward model.
+
+    The head is 0 where the model brings none, so that every first score is 0. The body is that of a causal language model, or of a
+    folder that a reward model was exported to.
+    """
+    with quiet():
+        if model.scratch is not None:
+            module, tokenizer = scratch.build(model.scratch, seed=seed, outputs=outputs)
+            source = f"scratch {model.scratch.model_type}"
+        else:
+            where, source = _find(model.path)
+            if isinstance(where, Path) and where.is_file():
+                where = gguf.convert(where, cache_dir=cache_dir)
+                source = f"{source} ({where.name})"
+            module, tokenizer = _load_pretrained(where, outputs=outputs), _load_tokenizer(where)
+        context = _context_tokens(module.config, tokenizer)
+        _silence_dropout(module)
+        if model.lora is not None:
+            module = add_lora(module, model.lora, seed=seed, task_type="SEQ_CLS")
     return Loaded(module.eval(), tokenizer, context, source)
 
 
@@ -213,17 +236,25 @@ def _load_tokenizer(where: Path | str) -> Any:
     return tokenizer
 
 
-def _load_pretrained(where: Path | str) -> torch.nn.Module:
-    config = _load_config(where)
+def _load_pretrained(where: Path | str, *, outputs: int | None = None) -> torch.nn.Module:
+    """A causal language model, or with `outputs` the same body under a head of that many numbers."""
+    config, what = _load_config(where), "a causal language model" if outputs is None else "a body for scores"
+    kind = AutoModelForCausalLM if outputs is None else AutoModelForSequenceClassification
+    if outputs is not None:
+        config.num_labels = outputs
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        module, info = kind.from_pretrained(
             where, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except MemoryError:
         raise
     except Exception as error:
-        raise ModelError(f"transformers cannot load {where} as a causal language model: {first_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"transformers cannot load {where} as {what}: {first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if outputs is not None and "score.weight" in missing:
+        missing.remove("score.weight")
+        torch.nn.init.zeros_(module.score.weight)
+    if missing:
         raise ModelError(
             f"{where} lacks {len(missing)} weights of {type(module).__name__}, as {missing[:3]}; transformers would fill them with "
             "random numbers. Give the folder of a causal language model whose config.json belongs to its weights"

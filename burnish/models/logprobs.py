@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,7 +40,19 @@ def sampling_logits(
     return z.masked_fill(left_out, NEG_INF)
 
 
-def token_logprobs(
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A frozen model at the same positions: its hidden states [N,D], its head, its weight in the column."""
+
+    hidden_ND: Tensor
+    logits: Callable[[Tensor], Tensor]
+    weight: float = 1.0
+
+
+Comparison = tuple[Sequence[Other], Callable[[Tensor, Tensor], Tensor]]
+
+
+def token_outputs(
     hidden_ND: Tensor,
     token_N: Tensor,
     *,
@@ -49,35 +62,43 @@ def token_logprobs(
     top_p: float = 1.0,
     min_p: float = 0.0,
     entropy_grad: bool = False,
+    others: Mapping[str, Comparison] | None = None,
     chunk: int = 512,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token and entropy of its distribution, in nats. [N,D], [N] -> [N], [N] (float32)
+) -> dict[str, Tensor]:
+    """logp_cur of each token and entropy of its distribution, in nats; and comparisons with frozen models. [N,D], [N] -> [N] each
 
-    `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the
-    backward pass, so that [N,V] is never held. The entropy has a gradient only with entropy_grad.
+    `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the backward pass,
+    so that [N,V] is never held. The entropy has a gradient only with entropy_grad. `others` holds by name frozen models and
+    compare(logits_cur, logits_other) [n,V], [n,V] -> [n]; their weighted sum is the column.
     """
+    others = others or {}
 
-    def one_chunk(hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        z = sampling_logits(
-            logits(hidden), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep=token
-        )
+    def one_chunk(start: int, hidden: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+        plain = logits(hidden)
+        z = sampling_logits(plain, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep=token)
         log_mass = torch.logsumexp(z, -1)
         logp = z.gather(-1, token[:, None]).squeeze(-1) - log_mass
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
             log_prob = (z - log_mass[:, None]).masked_fill(torch.isneginf(z), 0.0)
             entropy = -(log_prob.exp() * log_prob).sum(-1)
-        return logp, entropy
+        out = [logp, entropy]
+        for models, compare in others.values():
+            values = []
+            for other in models:
+                with torch.no_grad():
+                    theirs = other.logits(other.hidden_ND[start : start + len(token)])
+                values.append(other.weight * compare(plain, theirs))
+            out.append(torch.stack(values).sum(0))
+        return tuple(out)
 
-    logp, entropy = [], []
+    names = ("logp_cur", "entropy", *others)
+    parts = []
     for start in range(0, len(token_N), chunk):
-        args = hidden_ND[start : start + chunk], token_N[start : start + chunk]
+        args = start, hidden_ND[start : start + chunk], token_N[start : start + chunk]
         if torch.is_grad_enabled() and len(token_N) > chunk:
-            part = checkpoint(one_chunk, *args, use_reentrant=False)
+            parts.append(checkpoint(one_chunk, *args, use_reentrant=False))
         else:
-            part = one_chunk(*args)
-        logp.append(part[0])
-        entropy.append(part[1])
-    if not logp:
-        empty = hidden_ND.new_zeros(0, dtype=torch.float32)
-        return empty, empty
-    return torch.cat(logp), torch.cat(entropy)
+            parts.append(one_chunk(*args))
+    if not parts:
+        return {name: hidden_ND.new_zeros(0, dtype=torch.float32) for name in names}
+    return {name: torch.cat(values) for name, values in zip(names, zip(*parts, strict=True), strict=True)}

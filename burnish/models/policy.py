@@ -17,7 +17,8 @@ class Policy:
     """A transformers causal LM (or peft model around one). Trainer and engine share it, so there is one copy of the weights.
 
     `hidden` runs the body, `logits` the head; together they equal the module's own forward, which is checked when
-    the policy is made, because some architectures scale or bound their logits after the head.
+    the policy is made, because some architectures scale or bound their logits after the head. `values` is a value head on the same
+    body, where models.heads.add_value_head gave it one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,6 +57,12 @@ class Policy:
         if (bound := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / bound) * bound
         return logits
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Value of the state that these hidden states stand for, float32. [..., D] -> [...]"""
+        return self.base.value_head(hidden.to(self.base.value_head.weight.dtype)).float().squeeze(-1)
+
+    scores = values
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -20,19 +20,27 @@ PAD, END = "<pad>", "<end>"
 _SET_BY_ALPHABET = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def build(scratch: Scratch, *, seed: int) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
-    """Module and tokenizer. The same seed gives the same weights; the global random state is left alone."""
+def build(scratch: Scratch, *, seed: int, outputs: int | None = None) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
+    """Module and tokenizer. The same seed gives the same weights; the global random state is left alone.
+
+    outputs: numbers of a head that is 0 at first, in place of the next token's.
+    """
     tokenizer = build_tokenizer(scratch.alphabet)
     config = build_config(scratch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return from_config(config), tokenizer
+        return from_config(config, outputs=outputs), tokenizer
 
 
-def from_config(config: PreTrainedConfig) -> torch.nn.Module:
+def from_config(config: PreTrainedConfig, *, outputs: int | None = None) -> torch.nn.Module:
     """A float32 module with random weights, on the device of the surrounding torch.device context."""
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if outputs is None:
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        config.num_labels = outputs
+        module = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        torch.nn.init.zeros_(module.score.weight)
+        return module
     except MemoryError:
         raise
     except Exception as error:

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from burnish.chat.template import encode_prompt, end_token_ids
-from burnish.config import EvalSampling, Sampling, Settings
+from burnish.config import Environment, EvalSampling, Sampling, Settings
 from burnish.config.errors import SettingsError
-from burnish.data.tasks import Split, split
+from burnish.data.answers import split_answers
+from burnish.data.tasks import Split, digest, split
 from burnish.models.load import Facts, ModelError, load_tokenizer
 from burnish.models.load import inspect as inspect_model
-from burnish.ref import Ref, RefError, check_signature, parameters
-from burnish.rewards.call import bind as bind_reward
-from burnish.rewards.pool import reward_name
-from burnish.trainer.columns import COLUMNS
+from burnish.plan.references import ROOMS, part, problems_of_pairs, problems_of_references, raised, room_of
+from burnish.ref import Ref
+from burnish.types import Example, Pair, Rated, Task
 
-ROOMS = {
-    "algo.advantage": "burnish.algorithms.advantages", "algo.loss": "burnish.algorithms.policy_losses",
-    "algo.reduce": "burnish.algorithms.reduce", "env": "burnish.envs", "tasks.source": "burnish.data.sources",
-    "monitor.sinks": "burnish.monitor.sinks",
-}
+__all__ = ["ROOMS", "Checked", "check", "environments", "examine"]
+
 MAX_ENCODED = 512
-PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was learnt on the way. `facts` are lines for people; `tasks` are those the run would use."""
+    """What was learnt on the way. `facts` are lines for people; `tasks`, by environment, and `answers` are those the run would use."""
 
     notes: list[str]
     facts: list[str]
-    tasks: Split
+    tasks: Mapping[str, Split]
+    answers: Split | None
     model: Facts
+
+    @property
+    def held_out_tasks(self) -> int:
+        return sum(len(split.held_out) for split in self.tasks.values())
+
+    @property
+    def num_train(self) -> int:
+        return len(self.answers.train) if self.answers is not None else sum(len(split.train) for split in self.tasks.values())
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self.answers.held_out) if self.answers is not None else self.held_out_tasks
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """One text for each source: which items stand on which side and in what order."""
+        named = {f"tasks {name}" if name else "tasks": split for name, split in self.tasks.items()}
+        return {name: digest(one) for name, one in (named | ({"answers": self.answers} if self.answers else {})).items()}
 
 
 def check(settings: Settings) -> list[str]:
@@ -47,154 +59,84 @@ def check(settings: Settings) -> list[str]:
 
 def examine(settings: Settings) -> Checked:
     """As check, with what was learnt. Imports every part, makes the tasks, reads the model's configuration, loads no weights."""
-    problems = [*_parts(settings), *_pairs(settings)]
-    tasks = _attempt(problems, _tasks, settings)
+    problems = [*problems_of_references(settings), *problems_of_pairs(settings)]
+    tasks = {e.name: _attempt(problems, partial(_tasks, settings), e) for e in environments(settings)}
+    answers = _attempt(problems, _answers, settings) if settings.data is not None else None
     model = _attempt(problems, _model, settings)
-    if tasks is not None and model is not None:
-        problems += _fit(settings, tasks, model)
+    if model is not None and None not in tasks.values() and (answers is not None or settings.data is None):
+        problems += _fit(settings, tasks, answers, model)
     if problems:
         raise SettingsError(problems)
-    return Checked(list(_notes(settings, tasks)), list(_told(settings, tasks, model)), tasks, model)
+    notes = [*_notes(settings, tasks), *_answer_notes(answers)]
+    return Checked(notes, list(_told(settings, tasks, answers, model)), tasks, answers, model)
 
 
 class _Refused(Exception):
     """A problem that ends the look at one thing; the others go on."""
 
 
-def _attempt(problems: list[str], look: Callable[[Settings], Any], settings: Settings) -> Any | None:
+def _attempt(problems: list[str], look: Callable[[Any], Any], at: Any) -> Any | None:
     try:
-        return look(settings)
+        return look(at)
     except _Refused as refused:
         problems.append(str(refused))
         return None
 
 
-# references
-
-def _parts(s: Settings) -> Iterator[str]:
-    """Problems of every reference but the task source, which is looked at where it is called."""
-    yield from _part("algo.advantage", s.algo.advantage, ("reward",), lambda call: call("reward"))
-    yield from _part(
-        "algo.reduce", s.algo.reduce, ("loss", "mask", "num_tokens", "num_rollouts"),
-        lambda call: call("loss", "mask", num_tokens=1, num_rollouts=1),
-    )
-    yield from _loss(s)
-    yield from _env(s.env)
-    for i, sink in enumerate(s.monitor.sinks):
-        yield from _sink(f"monitor.sinks.{i}", sink)
-    names: dict[str, int] = {}
-    for i, reward in enumerate(s.rewards):
-        try:
-            bind_reward(reward.fn)
-        except RefError as error:
-            yield f"rewards.{i}.fn: {error}"
-        if (name := reward_name(reward)) in names:
-            yield f"rewards.{i}.fn: rewards.{names[name]} is called {name} too, and scores are kept by that name; rename one of them"
-        names[name] = i
-
-
-def _part(place: str, ref: Ref, provided: Sequence[str], try_call: Callable[[Callable[..., Any]], Any] | None = None) -> Iterator[str]:
-    """The problem of one reference, if it has one; `try_call` says how the caller will call it."""
-    try:
-        fn = ref.load(room=ROOMS[place.rstrip(".0123456789")])
-        check_signature(ref.path, fn, ref.values, provided)
-    except RefError as error:
-        yield f"{place}: {error}"
-        return
-    if try_call is None:
-        return
-    try:
-        try_call(lambda *args, **kwargs: inspect.signature(fn).bind(*args, **kwargs, **ref.values))
-    except TypeError as error:
-        yield f"{place}: {ref.path} is called with {', '.join(provided)}, which it does not take: {error}"
-
-
-def _loss(s: Settings) -> Iterator[str]:
-    problems = list(_part("algo.loss", s.algo.loss, COLUMNS))
-    if problems:
-        yield f"{problems[0]}. A loss may ask for the columns {', '.join(COLUMNS)}"
-        return
-    names = parameters(s.algo.loss.load(room=ROOMS["algo.loss"]))
-    if not {"logp_cur", "entropy"} & set(names):
-        yield f"algo.loss: {s.algo.loss.path} takes neither logp_cur nor entropy, so it has no gradient"
-    if "logp_ref" in names and s.algo.kl is None:
-        yield f"algo.loss: {s.algo.loss.path} asks for logp_ref, which is there only with algo.kl; add algo.kl.coef=0, which only measures"
-
-
-def _env(ref: Ref) -> Iterator[str]:
-    problems = list(_part("env", ref, ()))
-    yield from problems
-    if not problems:
-        made = ref.load(room=ROOMS["env"])
-        if isinstance(made, type) and (missing := [name for name in ("start", "step") if not callable(getattr(made, name, None))]):
-            yield f"env: {ref.path} has no {' and no '.join(missing)}; an environment is a class with start(task) and async step(text)"
-        elif isinstance(made, type) and not inspect.iscoroutinefunction(made.step):
-            yield f"env: step of {ref.path} is no coroutine; write `async def step(self, text)`"
-
-
-def _sink(place: str, ref: Ref) -> Iterator[str]:
-    problems = list(_part(place, ref, ()))
-    yield from problems
-    if not problems:
-        try:
-            ref.bind(room=ROOMS["monitor.sinks"])()
-        except Exception as error:
-            yield f"{place}: {_raised(ref, error)}"
-
-
-def _pairs(s: Settings) -> Iterator[str]:
-    """Settings that are fine alone and cannot work together."""
-    try:
-        needs_group = getattr(s.algo.advantage.load(room=ROOMS["algo.advantage"]), "needs_group", False)
-    except RefError:
-        needs_group = False
-    if needs_group and s.train.samples_per_prompt < 2:
-        yield (
-            f"train.samples_per_prompt is {s.train.samples_per_prompt}, and algo.advantage {s.algo.advantage.path} compares the samples "
-            "of one prompt: every advantage would be 0. Use at least 2 samples, or an advantage without a group baseline (reward_itself)"
-        )
-    if s.algo.constant_groups == "drop" and not needs_group:
-        yield (
-            f"algo.constant_groups is drop, and algo.advantage {s.algo.advantage.path} has no group baseline: groups of equal rewards do "
-            "teach something there; use keep"
-        )
-    if s.algo.constant_groups == "drop" and s.algo.kl is not None and s.algo.kl.place == "reward":
-        yield (
-            "algo.constant_groups is drop, and algo.kl.place is reward: samples of equal reward still differ in their KL; use keep, "
-            "or algo.kl.place: loss"
-        )
-    if s.sampling.top_k == 1:
-        yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
-    if all(reward.weight == 0 for reward in s.rewards):
-        yield "rewards: every weight is 0, so all rewards are equal and nothing can be learned"
-    if s.model.lora is not None and importlib.util.find_spec("peft") is None:
-        yield "model.lora needs the library peft: pip install 'burnish[lora]'"
-
-
 # tasks and model
 
-def _tasks(s: Settings) -> Split:
-    ref = s.tasks.source
-    for problem in _part("tasks.source", ref, ()):
+def environments(s: Settings) -> tuple[Environment, ...]:
+    """Where tasks come from: those of the settings, or one without a name, of tasks, env and rewards."""
+    if s.environments or s.tasks is None:
+        return s.environments
+    return (Environment.model_construct(
+        name="", tasks=s.tasks, env=s.env, rewards=s.rewards, algo=None, prompts_per_step=s.train.prompts_per_step or 1
+    ),)
+
+
+def _made(place: str, ref: Ref, kinds: tuple[type, ...]) -> list[Any]:
+    for problem in part(place, ref, ()):
         raise _Refused(problem)
     try:
-        made = ref.bind(room=ROOMS["tasks.source"])()
+        made = ref.bind(room=room_of(place))()
     except Exception as error:
-        raise _Refused(f"tasks.source: {_raised(ref, error)}") from error
+        raise _Refused(f"{place}: {raised(ref, error)}") from error
     if isinstance(made, str | Mapping) or not hasattr(made, "__iter__"):
-        raise _Refused(f"tasks.source: {ref.path} returned a {type(made).__name__}; a source returns a list of burnish.types.Task")
+        what = " or ".join(f"burnish.types.{kind.__name__}" for kind in kinds)
+        raise _Refused(f"{place}: {ref.path} returned a {type(made).__name__}; a source returns a list of {what}")
+    return list(made)
+
+
+def _tasks(s: Settings, e: Environment) -> Split:
+    place = "tasks" if not e.name else f"environments.{s.environments.index(e)}.tasks"
+    made = _made(f"{place}.source", e.tasks.source, (Task,))
     try:
-        tasks = split(list(made), held_out=s.tasks.held_out, seed=s.seed)
+        tasks = split(made, held_out=e.tasks.held_out, seed=s.seed)
     except (ValueError, TypeError) as error:
-        raise _Refused(f"tasks: {error}") from error
-    if len(tasks.train) < s.train.prompts_per_step:
-        have = len(tasks.train) + len(tasks.held_out)
+        raise _Refused(f"{place}: {error}") from error
+    if s.loop == "sync" and len(tasks.train) < e.prompts_per_step:
+        have, where = len(tasks.train) + len(tasks.held_out), "train" if not e.name else f"environments.{s.environments.index(e)}"
         raise _Refused(
-            f"tasks: {ref.path} has {have} distinct prompts, but tasks.held_out={s.tasks.held_out} and one step of "
-            f"train.prompts_per_step={s.train.prompts_per_step} need {s.tasks.held_out + s.train.prompts_per_step}; "
+            f"{place}: {e.tasks.source.path} has {have} distinct prompts, but {place}.held_out={e.tasks.held_out} and one step of "
+            f"{where}.prompts_per_step={e.prompts_per_step} need {e.tasks.held_out + e.prompts_per_step}; "
             "lower one of the two or make the source larger"
         )
     return tasks
+
+
+def _answers(s: Settings) -> Split:
+    kinds = {"sft": (Example,), "distill": (Example,), "preference": (Pair, Rated), "reward_model": (Pair, Rated)}[s.loop]
+    made = _made("data.source", s.data.source, kinds)
+    try:
+        found = split_answers(made, kinds=kinds, held_out=s.data.held_out, seed=s.seed)
+    except (ValueError, TypeError) as error:
+        raise _Refused(f"data: {error}") from error
+    if len(found.train) < s.train.examples_per_step:
+        raise _Refused(
+            f"data: {s.data.source.path} leaves {len(found.train)} to train on, but one step takes "
+            f"train.examples_per_step={s.train.examples_per_step}; lower it, or data.held_out, or make the source larger"
+        )
+    return found
 
 
 def _model(s: Settings) -> Facts:
@@ -205,16 +147,21 @@ def _model(s: Settings) -> Facts:
         raise _Refused(text if text.startswith("model.") else f"model: {text}") from error
 
 
-def _fit(s: Settings, tasks: Split, model: Facts) -> Iterator[str]:
+def _fit(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: Facts) -> Iterator[str]:
     """Prompts against the model: template, characters, end tokens, and whether prompt and answer fit into the context."""
-    prompts = [task.prompt for task in (*tasks.train, *tasks.held_out)]
+    used = [task for one in tasks.values() for task in (*(one.train if s.loop == "sync" else ()), *one.held_out)]
+    if answers is not None:
+        used += [*answers.train, *answers.held_out]
+    prompts = [item.prompt for item in used]
     if not model.has_chat_template and (messages := sum(not isinstance(p, str) for p in prompts)):
         yield (
             f"tasks: {messages} of {len(prompts)} prompts are lists of messages, but {model.source} has no chat template; "
             "give prompts as text, or a model that was trained to chat"
         )
         return
-    samplings = {"sampling": s.sampling, **({"evaluate.sampling": s.evaluate.sampling} if tasks.held_out else {})}
+    samples = s.loop == "sync" or (s.distill is not None and s.distill.on_policy_frac > 0)
+    held_out = any(one.held_out for one in tasks.values())
+    samplings = {**({"sampling": s.sampling} if samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if held_out else {})}
     tokenizer = load_tokenizer(s.model)
     longest = 0
     if tokenizer is None:
@@ -261,7 +208,7 @@ def _some(prompts: Sequence[Any]) -> list[Any]:
 
 # what is said
 
-def _notes(s: Settings, tasks: Split) -> Iterator[str]:
+def _notes(s: Settings, tasks: Mapping[str, Split]) -> Iterator[str]:
     updates = num_updates(s)
     if s.optim.lr == 0:
         yield "optim.lr is 0: the weights stay as they are"
@@ -272,12 +219,21 @@ def _notes(s: Settings, tasks: Split) -> Iterator[str]:
         yield f"sampling.temperature is {s.sampling.temperature}: samples of one prompt will be much alike, and equal rewards teach nothing"
     if s.train.samples_per_prompt == 2:
         yield "train.samples_per_prompt is 2: where rewards are 0 or 1, at least half of the groups have equal rewards and teach nothing"
-    if tasks.num_duplicates:
-        yield f"{tasks.num_duplicates} tasks have the prompt of another and are left out"
-    if not tasks.held_out:
-        yield "tasks.held_out is 0: nothing is measured on tasks that were not trained on"
-    else:
+    for name, one in tasks.items():
+        place = f"environments {name}: " if name else ""
+        if one.num_duplicates:
+            yield f"{place}{one.num_duplicates} tasks have the prompt of another and are left out"
+        if not one.held_out:
+            yield f"{place}tasks.held_out is 0: nothing is measured on tasks that were not trained on"
+    if any(one.held_out for one in tasks.values()):
         yield from _evaluation_notes(s)
+
+
+def _answer_notes(answers: Split | None) -> Iterator[str]:
+    if answers is not None and answers.num_duplicates:
+        yield f"{answers.num_duplicates} entries of data stand there twice and are left out"
+    if answers is not None and not answers.held_out:
+        yield "data.held_out is 0: nothing is measured on answers that were not trained on"
 
 
 def _evaluation_notes(s: Settings) -> Iterator[str]:
@@ -287,7 +243,7 @@ def _evaluation_notes(s: Settings) -> Iterator[str]:
     if e.samples_per_task > 1 and (e.sampling.temperature == 0 or e.sampling.top_k == 1):
         count = e.samples_per_task
         yield f"evaluate.samples_per_task is {count}, but evaluate.sampling takes the most probable token: all samples are the same"
-    for name in EvalSampling.model_fields:
+    for name in EvalSampling.model_fields if s.loop == "sync" else ():
         if name in ("max_new_tokens", "stop", "end_tokens") and getattr(s.sampling, name) != getattr(e.sampling, name):
             differ.append(name)
     if differ:
@@ -298,23 +254,23 @@ def num_updates(s: Settings) -> int:
     return s.train.steps * s.train.epochs * s.train.minibatches
 
 
-def _told(s: Settings, tasks: Split, model: Facts) -> Iterator[str]:
+def _told(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: Facts) -> Iterator[str]:
     size = f", {model.num_parameters / 1e6:.1f} million parameters" if model.num_parameters else ""
     yield f"model    {model.source}{size}, context {model.context_tokens} tokens"
-    yield f"tasks    {len(tasks.train)} to train on, {len(tasks.held_out)} held out"
     t = s.train
-    passes = t.steps * t.prompts_per_step / len(tasks.train)
+    for name, one in tasks.items():
+        if s.loop == "sync":
+            yield f"tasks    {len(one.train)} to train on, {len(one.held_out)} held out" + (f" ({name})" if name else "")
+        else:
+            yield f"tasks    {len(one.held_out)} to evaluate on"
+    if answers is not None:
+        yield f"data     {len(answers.train)} to train on, {len(answers.held_out)} held out"
+        yield f"run      {t.steps} steps of {t.examples_per_step}, {num_updates(s)} updates, " + (
+            f"{t.steps * t.examples_per_step / len(answers.train):.1f} passes over the data"
+        )
+        return
+    passes = t.steps * t.prompts_per_step / sum(len(one.train) for one in tasks.values())
     yield (
         f"run      {t.steps} steps of {t.prompts_per_step} prompts x {t.samples_per_prompt} samples, {num_updates(s)} updates, "
         f"{passes:.1f} passes over the tasks"
     )
-
-
-def _raised(ref: Ref, error: Exception) -> str:
-    """What a part of the user's raised, and where. The package's own errors explain themselves."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, ValueError) and frames[-1].filename.startswith(PACKAGE):
-        return str(error)
-    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{ref.path} raised {type(error).__name__}: {error}{where}"

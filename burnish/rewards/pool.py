@@ -100,10 +100,12 @@ class RewardPool:
         errors = {name: answer.error for name, answer in zip(self._names, answers, strict=True) if answer.error is not None}
         if errors:
             return Scored(rollout, None, scores, errors)
-        reward = math.fsum(r.weight * score for r, score in zip(self._rewards, scores.values(), strict=True))
-        if not math.isfinite(reward):
-            return Scored(rollout, None, scores, {"reward": f"OverflowError: the weighted sum of {scores} is {reward}"})
-        return Scored(rollout, float(reward), scores)
+        weighed = [(r.cost, r.weight * score) for r, score in zip(self._rewards, scores.values(), strict=True)]
+        reward, cost = (math.fsum(value for is_cost, value in weighed if is_cost is kind) for kind in (False, True))
+        for what, value in (("reward", reward), ("cost", cost)):
+            if not math.isfinite(value):
+                return Scored(rollout, None, scores, {what: f"OverflowError: the weighted sum of {scores} is {value}"})
+        return Scored(rollout, float(reward), scores, cost=float(cost) if any(r.cost for r in self._rewards) else None)
 
     def _start_workers(self, start: Start, workers: int, limits_s: Sequence[float]) -> None:
         self._drivers += [_Driver(self._queue, start, limits_s) for _ in range(workers)]

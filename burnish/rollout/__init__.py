@@ -1,8 +1,9 @@
 """Rollouts: task x environment x engine x reward -> groups; what is kept; the batch."""
 
-from burnish.rollout.batch import assemble
+from burnish.rollout.batch import KlReward, assemble
+from burnish.rollout.gather import Gathered, gather
 from burnish.rollout.keep import Kept, keep
 from burnish.rollout.run import Visit, run_group, run_groups
 from burnish.rollout.summary import summarize
 
-__all__ = ["Kept", "Visit", "assemble", "keep", "run_group", "run_groups", "summarize"]
+__all__ = ["Gathered", "Kept", "KlReward", "Visit", "assemble", "gather", "keep", "run_group", "run_groups", "summarize"]

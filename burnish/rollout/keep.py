@@ -19,7 +19,7 @@ class Kept:
 
 def keep(groups: Sequence[Group], *, constant_groups: str = "keep") -> Kept:
     """Rules: not_scored (the reward is None), no_tokens (the policy wrote nothing), constant_group (all rewards of the
-    group are equal; only with constant_groups "drop"). Everything else stays, in order.
+    group are equal; only with constant_groups "drop" or "refill"). Everything else stays, in order.
     """
     dropped: Counter[str] = Counter()
     kept = []
@@ -32,7 +32,7 @@ def keep(groups: Sequence[Group], *, constant_groups: str = "keep") -> Kept:
                 dropped["no_tokens"] += 1
             else:
                 scored.append(item)
-        if constant_groups == "drop" and is_constant([s.reward for s in scored]):
+        if constant_groups != "keep" and is_constant([s.reward for s in scored]):
             dropped["constant_group"] += len(scored)
         elif scored:
             kept.append(Group(group.task, tuple(scored)))

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burnish.config import Sampling
-from burnish.models.logprobs import token_logprobs
-from burnish.models.policy import Policy
+from burnish.models.logprobs import Other, token_outputs
 from burnish.types import Row
 
-COLUMNS = ("logp_cur", "logp_gen", "logp_prox", "logp_ref", "adv", "entropy", "mask")
+GIVEN = ("logp_gen", "logp_prox", "logp_ref", "logp_teach", "adv", "value_prox", "ret", "weight")
+"""Columns that come with the rows."""
+COMPUTED = ("logp_cur", "entropy", "value_cur", "score_cur", "divergence")
+"""Columns that come out of the model; all but an entropy that nobody asked for have a gradient."""
+COLUMNS = (*GIVEN, *COMPUTED, "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A column that compares whole distributions: compare(logits_cur, logits_other) [N,V], [N,V] -> [N] for each frozen model.
+
+    The weighted sum over the models is the column. `models` have hidden(token_BT) and logits(hidden), as a Policy.
+    """
+
+    models: Sequence[Any]
+    weights: Sequence[float]
+    compare: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,75 +38,101 @@ class MicroBatch:
 
     index: tuple[int, ...]         # places of the rows in the batch
     token_BT: Tensor
-    mask_BT: Tensor                # True on sampled tokens
-    given: dict[str, Tensor]       # logp_gen, adv, logp_ref and logp_prox where known; all [B,T], 0 where not mask
+    mask_BT: Tensor                # True on the tokens that are trained on
+    given: dict[str, Tensor]       # columns that every row brings, [B,T], 0 where not mask
+    numbers: dict[str, Tensor]     # [B] of the numbers that every row brings
 
 
-def micro_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int) -> list[list[int]]:
+def micro_batches(rows: Sequence[Row], *, tokens_per_micro_batch: int, rows_per_unit: int = 1) -> list[list[int]]:
     """Places of rows that go through the model together, padded size within the budget; the largest first.
 
-    Rows of like length stand together. A single row above the budget is a micro-batch of its own.
+    Rows of like length stand together, and those of one unit always. A single unit above the budget is a micro-batch of its own.
     """
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].tokens), i))
+    units = [range(at, at + rows_per_unit) for at in range(0, len(rows), rows_per_unit)]
+    longest = [max(len(rows[i].tokens) for i in unit) for unit in units]
     groups: list[list[int]] = []
-    for i in order:
-        if groups and (len(groups[-1]) + 1) * len(rows[groups[-1][0]].tokens) <= tokens_per_micro_batch:
-            groups[-1].append(i)
+    length = 0
+    for u in sorted(range(len(units)), key=lambda u: (-longest[u], u)):
+        if groups and (len(groups[-1]) + rows_per_unit) * length <= tokens_per_micro_batch:
+            groups[-1].extend(units[u])
         else:
-            groups.append([i])
+            groups.append(list(units[u]))
+            length = longest[u]
     return groups
 
 
-def collate(
-    rows: Sequence[Row], index: Sequence[int], *, device: torch.device, prox: Sequence[Sequence[float]] | None = None
-) -> MicroBatch:
-    """The rows at `index` as tensors. `prox` are log-probs [T] of each row at the start of this step's updates."""
+def pad(values: Sequence[Sequence[Any]], *, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Sequences of unequal length -> [B, length], zeros at the end."""
+    out = torch.zeros(len(values), length, dtype=dtype)
+    for b, value in enumerate(values):
+        out[b, : len(value)] = torch.as_tensor(value, dtype=dtype)
+    return out.to(device)
+
+
+def collate(rows: Sequence[Row], index: Sequence[int], *, device: torch.device | str, skip: Collection[str] = ()) -> MicroBatch:
+    """The rows at `index` as tensors, with the columns and numbers that all of them bring, apart from those in `skip`."""
     chosen = [rows[i] for i in index]
     length = max(len(r.tokens) for r in chosen)
-
-    def padded(values: list[Sequence], dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(len(values), length, dtype=dtype)
-        for b, value in enumerate(values):
-            out[b, : len(value)] = torch.tensor(value, dtype=dtype)
-        return out.to(device)
-
-    mask_BT = padded([r.sampled for r in chosen], torch.bool)
-    given = {
-        "logp_gen": padded([r.logp_gen for r in chosen], torch.float32),
-        "adv": padded([[r.adv] * len(r.tokens) for r in chosen], torch.float32),
+    mask_BT = pad([r.mask for r in chosen], length=length, dtype=torch.bool, device=device)
+    names = [n for n in chosen[0].columns if n not in skip and all(n in r.columns for r in chosen)]
+    given = {n: pad([r.columns[n] for r in chosen], length=length, dtype=torch.float32, device=device) for n in names}
+    numbers = {
+        n: torch.tensor([r.numbers[n] for r in chosen], dtype=torch.float32, device=device)
+        for n in chosen[0].numbers if all(n in r.numbers for r in chosen)
     }
-    if all(r.logp_ref is not None for r in chosen):
-        given["logp_ref"] = padded([r.logp_ref for r in chosen], torch.float32)
-    if prox is not None:
-        given["logp_prox"] = padded([prox[i] for i in index], torch.float32)
     given = {name: torch.where(mask_BT, column, 0.0) for name, column in given.items()}
-    return MicroBatch(tuple(index), padded([r.tokens for r in chosen], torch.long), mask_BT, given)
+    token_BT = pad([r.tokens for r in chosen], length=length, dtype=torch.long, device=device)
+    return MicroBatch(tuple(index), token_BT, mask_BT, given, numbers)
 
 
-def score(policy: Policy, batch: MicroBatch, sampling: Sampling, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each sampled token under the policy as it is now. -> [B,T], [B,T], 0 where not mask.
+def score(
+    model: Any, batch: MicroBatch, sampling: Sampling, *, needs: Collection[str] = ("logp_cur", "entropy"),
+    entropy_grad: bool = False, against: Mapping[str, Against] | None = None, values_detached: bool = False,
+) -> dict[str, Tensor]:
+    """The columns in `needs` and `against`, under the model as it is now. -> [B,T] each, 0 where not mask.
 
-    Only the positions that predict a sampled token go through the head. `sampling` is what they were drawn with.
+    logp_cur, entropy, value_cur and comparisons are read where the token is predicted, one position before it; score_cur at the
+    token itself, [B,T] or [B,T,K]. Only positions of the mask go through a head. `sampling` is what the tokens were drawn with.
+    values_detached: the body gets no gradient from value_cur.
     """
-    hidden_BTD = policy.hidden(batch.token_BT)
+    hidden_BTD = model.hidden(batch.token_BT)
     row, at = torch.nonzero(batch.mask_BT, as_tuple=True)
-    if bool((at == 0).any()):
-        raise ValueError("the first token of a rollout is marked as sampled; nothing precedes it that could have predicted it")
-    logp_N, entropy_N = token_logprobs(
-        hidden_BTD[row, at - 1], batch.token_BT[row, at], logits=policy.logits, entropy_grad=entropy_grad, **sampling.distribution
-    )
-    blank = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=logp_N.device)
-    return blank.index_put((row, at), logp_N), blank.index_put((row, at), entropy_N)
+    out: dict[str, Tensor] = {}
+    if set(needs) - {"score_cur"} or against:
+        if bool((at == 0).any()):
+            raise ValueError("the first token of a row is to be trained on; nothing precedes it that could have predicted it")
+        before_ND = hidden_BTD[row, at - 1]
+    if {"logp_cur", "entropy"} & set(needs) or against:
+        others = {name: _others(spec, batch.token_BT, row, at) for name, spec in (against or {}).items()}
+        out |= token_outputs(
+            before_ND, batch.token_BT[row, at], logits=model.logits, entropy_grad=entropy_grad, others=others, **sampling.distribution
+        )
+    if "value_cur" in needs:
+        out["value_cur"] = model.values(before_ND.detach() if values_detached else before_ND)
+    if "score_cur" in needs:
+        out["score_cur"] = model.scores(hidden_BTD[row, at])
+    return {name: _spread(value, batch.mask_BT, row, at) for name, value in out.items()}
+
+
+def _others(spec: Against, token_BT: Tensor, row: Tensor, at: Tensor) -> tuple[list[Other], Callable[[Tensor, Tensor], Tensor]]:
+    with torch.no_grad():
+        return [Other(m.hidden(token_BT)[row, at - 1], m.logits, w) for m, w in zip(spec.models, spec.weights, strict=True)], spec.compare
+
+
+def _spread(value: Tensor, mask_BT: Tensor, row: Tensor, at: Tensor) -> Tensor:
+    """[N] or [N,K] at the positions of the mask -> [B,T] or [B,T,K]."""
+    blank = torch.zeros(*mask_BT.shape, *value.shape[1:], dtype=torch.float32, device=value.device)
+    return blank.index_put((row, at), value.float())
 
 
 @torch.no_grad()
 def score_rows(
-    policy: Policy, rows: Sequence[Row], *, sampling: Sampling, tokens_per_micro_batch: int
+    model: Any, rows: Sequence[Row], *, sampling: Sampling, tokens_per_micro_batch: int, column: str = "logp_cur",
 ) -> list[tuple[float, ...]]:
-    """Log-probs [T] of each row in nats, 0.0 where not sampled, in the order of the rows; nothing is trained."""
+    """One column [T] of each row, 0.0 where not mask, in the order of the rows; nothing is trained. Log-probs are in nats."""
     out: list[tuple[float, ...]] = [()] * len(rows)
     for index in micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch):
-        logp_BT, _ = score(policy, collate(rows, index, device=policy.device), sampling)
+        value_BT = score(model, collate(rows, index, device=model.device), sampling, needs=(column,))[column]
         for b, i in enumerate(index):
-            out[i] = tuple(logp_BT[b, : len(rows[i].tokens)].tolist())
+            out[i] = tuple(value_BT[b, : len(rows[i].tokens)].tolist())
     return out

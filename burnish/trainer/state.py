@@ -1,14 +1,14 @@
-"""What training changes: weights, Adam's moments, counters, the KL coefficient. All of it is saved and comes back."""
+"""What training changes: weights, Adam's moments, counters, controllers. All of it is saved and comes back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.penalties import KlController
 from burnish.models.policy import Policy
 from burnish.trainer.optim import adamw
 from burnish.trainer.precision import Weights
@@ -18,10 +18,9 @@ from burnish.trainer.precision import Weights
 class TrainState:
     """Made by make_state; changed by train_step only."""
 
-    policy: Policy
+    policy: Any                    # a models.policy.Policy or models.heads.Scorer
     weights: Weights
     optimizer: torch.optim.Optimizer
-    kl: KlController | None = None
     step: int = 0                  # steps finished
     updates: int = 0               # optimizer updates tried, skipped ones included
     skipped: int = 0               # updates skipped because something was not finite
@@ -41,7 +40,7 @@ class TrainState:
     def numbers(self) -> dict[str, Any]:
         return {
             "step": self.step, "updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
-            "version": self.version, "kl_coef": self.kl.coef if self.kl else None,
+            "version": self.version,
         }
 
     def restore(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
@@ -55,15 +54,16 @@ class TrainState:
             entry[moment] = value.to(master.device, copy=True)
         for name in ("step", "updates", "skipped", "skipped_in_a_row", "version"):
             setattr(self, name, numbers[name])
-        if self.kl is not None and numbers["kl_coef"] is not None:
-            self.kl.coef = numbers["kl_coef"]
 
 
 def make_state(
     module: nn.Module, *, dtype: str = "float32", betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
-    kl: KlController | None = None,
+    kind: Callable[[nn.Module], Any] = Policy,
 ) -> TrainState:
-    """A causal LM made ready to train: on the accelerator where there is one, computing in `dtype`, with AdamW on float32 weights."""
+    """A model made ready to train: on the accelerator where there is one, computing in `dtype`, with AdamW on float32 weights.
+
+    kind: Policy for a causal LM, models.heads.Scorer for a critic or reward model.
+    """
     module.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     weights = Weights(module, dtype=dtype)
-    return TrainState(Policy(module), weights, adamw(weights, betas=betas, eps=eps, weight_decay=weight_decay), kl)
+    return TrainState(kind(module), weights, adamw(weights, betas=betas, eps=eps, weight_decay=weight_decay))

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.algorithms.penalties import k3, kl_loss
+from burnish.algorithms.corrections import interpolated_prox
+from burnish.algorithms.penalties import k3
 from burnish.config import Sampling
-from burnish.trainer.columns import COLUMNS, MicroBatch, collate, micro_batches, score, score_rows
+from burnish.trainer.algorithm import effective_samples
+from burnish.trainer.columns import COMPUTED, MicroBatch, collate, micro_batches, score, score_rows
+from burnish.trainer.objective import Counts, Objective, Tally
 from burnish.trainer.state import TrainState
 from burnish.types import Batch, Row
 
 Progress = Callable[[int, int], None]
+Objectives = Mapping[str, Objective]
 
 
 class NonFiniteError(RuntimeError):
     """Too many updates in a row had a loss or gradient that was not finite."""
-
-
-class ShapeError(ValueError):
-    """A loss that does not return one number per token."""
 
 
 class NothingMovedError(RuntimeError):
@@ -34,47 +32,17 @@ class NothingMovedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Algorithm:
-    """The functions of one algorithm. `kl` holds estimator and gradient where a KL loss is added to the policy loss."""
-
-    loss: Callable[..., Tensor]
-    reduce: Callable[..., Tensor]
-    kl: Mapping[str, str] | None = None
-
-    @property
-    def only_advantages(self) -> bool:
-        """Without an advantage there is nothing to learn: no KL loss, and the loss takes adv and no entropy."""
-        return self.kl is None and "adv" in self.columns and "entropy" not in self.columns
-
-    @property
-    def columns(self) -> set[str]:
-        """What the loss asks for, by the names of its arguments."""
-        return set(inspect.signature(self.loss).parameters) & set(COLUMNS)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums and counts, pooled over micro-batches, so that a metric does not depend on the split."""
-
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    peaks: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, total: Tensor | float, count: float) -> None:
-        self.sums[name] += float(total)
-        self.counts[name] += count
-
-    def peak(self, name: str, value: float) -> None:
-        self.peaks[name] = max(value, self.peaks.get(name, value))
-
-    def values(self) -> dict[str, float]:
-        return {name: self.sums[name] / count for name, count in self.counts.items() if count} | self.peaks
+class _Sizes:
+    sampling: Sampling
+    tokens_per_micro_batch: int
+    rows_per_unit: int
+    dropout_seed: int | None
 
 
 def train_step(
     state: TrainState,
     batch: Batch,
-    algo: Algorithm,
+    algo: Objective | Objectives,
     *,
     sampling: Sampling,
     lr_of: Callable[[int], float],
@@ -83,109 +51,229 @@ def train_step(
     minibatches: int = 1,
     tokens_per_micro_batch: int = 4096,
     max_skipped: int = 3,
+    stop_at_kl_nats: float | None = None,
     seed: int = 0,
     dropout: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """All updates on the rollouts of one step, epochs x minibatches of them. Changes `state`, returns metrics.
+    """All updates on the rows of one step, epochs x minibatches of them. Changes `state`, returns metrics.
 
-    `sampling` is what the rollouts were drawn with; `lr_of(update)` counts from 1.
-    A batch in which no row has an advantage makes no update, unless the loss has something else to go by.
+    algo: one objective for all rows, or several by the name that a row's `algo` gives. `sampling` is what the rows were drawn with;
+    `lr_of(update)` counts from 1. After an update whose tokens are, by the mean of k3, further than stop_at_kl_nats from the policy
+    at the start of the step, the rest of the step's updates are left out.
+    A batch in which no row has a signal (an advantage) makes no update, unless the objective has something else to go by.
     """
-    sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
-    rows = batch.rows
-    if not rows or (algo.only_advantages and all(row.adv == 0 for row in rows)):
-        state.updates += epochs * minibatches
+    objectives: Objectives = algo if isinstance(algo, Mapping) else {"": algo}
+    rows = list(batch.rows)
+    planned = state.updates + epochs * minibatches
+    if not any(_has_signal(row, objectives[row.algo]) for row in rows):
+        state.updates = planned
         return {"train/rollouts_count": 0, "train/tokens_count": 0}
-    prox = score_rows(state.policy, rows, **sized) if "logp_prox" in algo.columns else None
-    tally, done, skipped_before = Tally(), 0, state.skipped
-    trained: list[Row] = []
-    total = epochs * len(micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch))
+    sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
+    rows, known = _with_prox(state, rows, objectives, minibatches=minibatches, **sized)
+    tally, done, skipped_before, trained = Tally(), 0, state.skipped, []
+    total = epochs * len(micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch, rows_per_unit=batch.rows_per_unit))
     state.policy.module.train(dropout)
     for epoch in range(epochs):
-        for part in _parts(len(rows), minibatches, seed=(seed, state.step, epoch)):
+        for part in _parts(len(rows) // batch.rows_per_unit, minibatches, seed=(seed, state.step, epoch)):
             state.updates += 1
             if not part:
                 continue
-            if dropout:
-                torch.manual_seed((seed * 1_000_003 + state.updates) % 2**63)
-            first = state.updates % (epochs * minibatches) == 1 or epochs * minibatches == 1
+            places = [u * batch.rows_per_unit + i for u in part for i in range(batch.rows_per_unit)]
+            update = _Update(
+                state, [rows[i] for i in places], objectives, tally, first=state.updates == planned - epochs * minibatches + 1,
+                sizes=_Sizes(**sized, rows_per_unit=batch.rows_per_unit, dropout_seed=seed if dropout else None),
+            )
             finite = True
-            chosen = [rows[i] for i in part]
-            chosen_prox = [prox[i] for i in part] if prox else None
-            for micro in _gradients(state, chosen, chosen_prox, algo, tally, first=first, **sized):
+            for micro in update.gradients():
                 finite = micro
                 done += 1
                 if progress:
                     progress(min(done, total), total)
-            if _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped) and epoch == 0:
-                trained += chosen
+            if not known:
+                for place, row in zip(places, update.rows, strict=True):
+                    rows[place] = row
+            moved = _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped)
+            if moved and epoch == 0:
+                trained += update.rows
+            if stop_at_kl_nats is not None and update.kl_prox_nats > stop_at_kl_nats:
+                tally.peak("train/stopped_updates_count", planned - state.updates)
+                state.updates = planned
+                break
+        known = True
+        if state.updates == planned:
+            break
     state.policy.module.eval()
     return {
-        **tally.values(), "train/lr": lr_of(state.updates), "train/rollouts_count": len(trained),
-        "train/tokens_count": sum(sum(row.sampled) for row in trained), "train/skipped_updates_count": state.skipped - skipped_before,
+        **effective_samples(tally), **tally.values(), "train/lr": lr_of(state.updates), "train/rollouts_count": len(trained),
+        "train/tokens_count": sum(row.num_tokens for row in trained), "train/skipped_updates_count": state.skipped - skipped_before,
     }
 
 
-def _parts(num_rows: int, minibatches: int, *, seed: tuple[int, ...]) -> list[list[int]]:
-    """Rows of each update of one pass; shuffled where there are several. May hold empty parts."""
-    order = np.arange(num_rows) if minibatches == 1 else np.random.default_rng(seed).permutation(num_rows)
+def _has_signal(row: Row, objective: Objective) -> bool:
+    name = objective.needs_signal
+    return row.num_tokens > 0 and (name is None or any(v != 0 for v in row.columns.get(name, ())))
+
+
+def _with_prox(
+    state: TrainState, rows: list[Row], objectives: Objectives, *, minibatches: int, **sized: object
+) -> tuple[list[Row], bool]:
+    """Rows with logp_prox where it has to be known before the first update; and whether all that is needed is known.
+
+    In a step whose passes are one update each, the first pass itself gives it.
+    """
+    wants = {name: o for name, o in objectives.items() if "logp_prox" in o.needs}
+    scored = {name for name, o in wants.items() if getattr(o, "prox", "scored") == "scored"}
+    ahead = {name for name, o in wants.items() if (c := getattr(o, "correction", None)) is not None and c.looks_ahead}
+    rows = [row.put(logp_prox=row.columns["logp_gen"]) if row.algo in wants.keys() - scored else row for row in rows]
+    chosen = [i for i, row in enumerate(rows) if row.algo in (scored if minibatches > 1 else scored & ahead)]
+    prox = score_rows(state.policy, [rows[i] for i in chosen], **sized)
+    for i, logp in zip(chosen, prox, strict=True):
+        rows[i] = rows[i].put(logp_prox=logp)
+    for name in ahead:
+        places = [i for i, row in enumerate(rows) if row.algo == name]
+        weighed = objectives[name].look_ahead([rows[i] for i in places], [rows[i].columns["logp_prox"] for i in places])
+        for i, row in zip(places, weighed, strict=True):
+            rows[i] = row
+    return rows, minibatches > 1 or not scored
+
+
+def _parts(num_units: int, minibatches: int, *, seed: tuple[int, ...]) -> list[list[int]]:
+    """Units of each update of one pass; shuffled where there are several. May hold empty parts."""
+    order = np.arange(num_units) if minibatches == 1 else np.random.default_rng(seed).permutation(num_units)
     return [part.tolist() for part in np.array_split(order, minibatches)]
 
 
-def _gradients(
-    state: TrainState,
-    rows: Sequence[Row],
-    prox: Sequence[Sequence[float]] | None,
-    algo: Algorithm,
-    tally: Tally,
-    *,
-    first: bool,
-    sampling: Sampling,
-    tokens_per_micro_batch: int,
-):
-    """Add up the gradients of one update. Yields after each micro-batch whether its loss was finite, and ends where not."""
-    lengths = [sum(row.sampled) for row in rows]
-    counts = {"num_tokens": sum(lengths), "num_rollouts": sum(n > 0 for n in lengths)}
-    total_loss = 0.0
-    for index in micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch):
-        batch = collate(rows, index, device=state.policy.device, prox=prox)
-        logp_BT, entropy_BT = score(state.policy, batch, sampling, entropy_grad="entropy" in algo.columns)
-        columns = {**batch.given, "logp_cur": logp_BT, "entropy": entropy_BT, "mask": batch.mask_BT}
-        loss_BT = algo.loss(**{name: columns[name] for name in algo.columns})
-        if loss_BT.shape != batch.mask_BT.shape:
-            raise ShapeError(
-                f"the loss returned the shape {tuple(loss_BT.shape)} for columns of the shape {tuple(batch.mask_BT.shape)}; a loss gives "
-                "one number per token and takes no mean or sum: algo.reduce does, with the counts of the whole step"
+class _Update:
+    """The gradient of one update, added up over micro-batches; `rows` come out with the log-probs that the first pass gave them."""
+
+    def __init__(
+        self, state: TrainState, rows: list[Row], objectives: Objectives, tally: Tally, *, first: bool, sizes: _Sizes
+    ) -> None:
+        self.state, self.rows, self.objectives, self.tally, self.first, self.sizes = state, rows, objectives, tally, first, sizes
+        lengths = [row.num_tokens for row in rows]
+        self.counts = Counts(
+            num_tokens=sum(lengths), num_rollouts=sum(n > 0 for n in lengths), num_units=len(rows) // sizes.rows_per_unit,
+            tokens_by_place=tuple(sum(lengths[i :: sizes.rows_per_unit]) for i in range(sizes.rows_per_unit)),
+        )
+        self.kl_prox_nats = 0.0
+        self.losses: dict[str, float] = {}
+
+    def gradients(self) -> Iterator[bool]:
+        """Yields after each micro-batch whether its loss was finite, and ends where not."""
+        kl_sum = kl_count = 0.0
+        for name, objective in self.objectives.items():
+            places = [i for i, row in enumerate(self.rows) if row.algo == name]
+            batches = [[places[i] for i in index] for index in self._micro_batches(places)]
+            gradient_of = self._coupled(batches, objective) if objective.coupled and len(batches) > 1 else None
+            for index in batches:
+                columns = self._columns(index, objective)
+                if gradient_of is None:
+                    terms = objective.terms(columns, self.counts)
+                    self._measure(columns, objective)
+                    loss = torch.stack(list(terms.values())).sum()
+                    self._note(terms)
+                else:
+                    loss = _surrogate(columns, gradient_of, index)
+                if not torch.isfinite(loss):
+                    yield False
+                    return
+                if loss.requires_grad:
+                    loss.backward()
+                    self.state.weights.collect_grads()
+                if "logp_cur" in columns and "logp_prox" in columns:
+                    mask = columns["mask"]
+                    kl_sum += float(torch.where(mask, k3(columns["logp_prox"], columns["logp_cur"].detach()), 0.0).sum())
+                    kl_count += int(mask.sum())
+                yield True
+        self.kl_prox_nats = kl_sum / kl_count if kl_count else 0.0
+        if kl_count:
+            self.tally.peak("train/kl_cur_prox_nats", self.kl_prox_nats)
+        for name, value in self.losses.items():
+            self.tally.add("train/loss" if name == "" else f"train/loss_{name}", value, 1)
+
+    def _micro_batches(self, places: Sequence[int]) -> list[list[int]]:
+        return micro_batches(
+            [self.rows[i] for i in places], tokens_per_micro_batch=self.sizes.tokens_per_micro_batch, rows_per_unit=self.sizes.rows_per_unit
+        )
+
+    def _columns(self, index: Sequence[int], objective: Objective) -> dict[str, Tensor]:
+        """All that the objective asks for, of the rows at `index`."""
+        if self.sizes.dropout_seed is not None:
+            torch.manual_seed((self.sizes.dropout_seed * 1_000_003 + self.state.updates * 8191 + index[0]) % 2**63)
+        batch = collate(self.rows, index, device=self.state.policy.device)
+        computed = score(
+            self.state.policy, batch, self.sizes.sampling, needs=objective.needs & set(COMPUTED),
+            entropy_grad="entropy" in objective.needs, against=objective.against,
+            values_detached=getattr(objective, "values_detached", False),
+        )
+        columns = {**batch.numbers, **batch.given, **computed, "mask": batch.mask_BT}
+        if "logp_prox" in objective.needs:
+            self._prox(columns, batch, objective)
+        return columns
+
+    def _prox(self, columns: dict[str, Tensor], batch: MicroBatch, objective: Objective) -> None:
+        if getattr(objective, "prox", "scored") == "interpolated":
+            version = columns["version"].long()[:, None].expand_as(columns["mask"])
+            columns["logp_prox"], _ = interpolated_prox(
+                columns["logp_cur"].detach(), columns["logp_gen"], version, columns["mask"], version_cur=self.state.version
             )
-        loss = algo.reduce(loss_BT, batch.mask_BT, **counts)
-        if algo.kl is not None:
-            kl_BT = kl_loss(logp_BT, columns["logp_gen"], columns["logp_ref"], **algo.kl)
-            loss = loss + state.kl.coef * algo.reduce(kl_BT, batch.mask_BT, **counts)
-        if not torch.isfinite(loss):
-            yield False
-            return
-        loss.backward()
-        state.weights.collect_grads()
-        total_loss += float(loss.detach())
-        _measure(tally, batch, columns, algo, first=first)
-        yield True
-    tally.add("train/loss", total_loss, 1)
+        elif "logp_prox" not in columns:
+            columns["logp_prox"] = columns["logp_cur"].detach()
+            for b, i in enumerate(batch.index):
+                row = self.rows[i]
+                self.rows[i] = row.put(logp_prox=tuple(columns["logp_prox"][b, : len(row.tokens)].tolist()))
+
+    def _coupled(self, batches: Sequence[Sequence[int]], objective: Objective) -> dict[str, dict[int, Tensor]]:
+        """The loss's gradient with respect to what the model gives for each row, from a first look at all rows together.
+
+        The second look, micro-batch by micro-batch, brings it into the weights (Gao et al. 2021, arXiv:2101.06983).
+        """
+        with torch.no_grad():
+            seen = [self._columns(index, objective) for index in batches]
+        order = sorted((i, m, b) for m, index in enumerate(batches) for b, i in enumerate(index))
+        length = max(columns["mask"].shape[1] for columns in seen)
+        whole: dict[str, Tensor] = {}
+        for name, first in seen[0].items():
+            per_token = first.dim() >= 2
+            whole[name] = torch.stack([
+                torch.nn.functional.pad(
+                    seen[m][name][b], (0, 0) * (first.dim() - 2) + (0, length - seen[m][name].shape[1])
+                ) if per_token else seen[m][name][b]
+                for _, m, b in order
+            ])
+        leaves = {name: whole[name].requires_grad_() for name in COMPUTED if name in whole}
+        terms = objective.terms(whole, self.counts)
+        self._note(terms)
+        self._measure(whole, objective)
+        loss = torch.stack(list(terms.values())).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        rows = [i for i, _, _ in order]
+        return {name: dict(zip(rows, g, strict=True)) for name, g in zip(leaves, grads, strict=True) if g is not None}
+
+    def _note(self, terms: Mapping[str, Tensor]) -> None:
+        for name, value in terms.items():
+            for key in ("", name) if len(terms) > 1 else ("",):
+                self.losses[key] = self.losses.get(key, 0.0) + float(value.detach())
+
+    @torch.no_grad()
+    def _measure(self, columns: Mapping[str, Tensor], objective: Objective) -> None:
+        count = int(columns["mask"].sum())
+        if "entropy" in columns:
+            self.tally.add("train/entropy_nats", columns["entropy"].sum(), count)
+        if self.first and "logp_gen" in columns and "logp_cur" in columns:
+            self.tally.add("train/kl_cur_gen_nats", k3(columns["logp_gen"], columns["logp_cur"]).sum(), count)
+        objective.measure(columns, self.tally)
 
 
-@torch.no_grad()
-def _measure(tally: Tally, batch: MicroBatch, columns: Mapping[str, Tensor], algo: Algorithm, *, first: bool) -> None:
-    count = int(batch.mask_BT.sum())
-    tally.add("train/entropy_nats", columns["entropy"].sum(), count)
-    if first:
-        tally.add("train/kl_cur_gen_nats", k3(columns["logp_gen"], columns["logp_cur"]).sum(), count)
-    if "logp_ref" in columns:
-        tally.add("train/kl_cur_ref_nats", k3(columns["logp_cur"], columns["logp_ref"]).sum(), count)
-    inner = getattr(algo.loss, "func", algo.loss)
-    if (clipped := getattr(inner, "clipped", None)) is not None:
-        values = getattr(algo.loss, "keywords", {})
-        hit_BT = clipped(**{name: columns[name] for name in algo.columns}, **values)
-        tally.add("train/clip_frac", (hit_BT & batch.mask_BT).sum(), count)
+def _surrogate(columns: Mapping[str, Tensor], gradient_of: Mapping[str, Mapping[int, Tensor]], index: Sequence[int]) -> Tensor:
+    """A sum with the gradient that the whole loss has for these rows."""
+    parts = []
+    for name, by_row in gradient_of.items():
+        value = columns[name]
+        grad = torch.stack([by_row[i][: value.shape[1]] for i in index]).to(value.dtype)
+        parts.append((grad * value).sum())
+    return torch.stack(parts).sum()
 
 
 def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_norm: float, max_skipped: int) -> bool:

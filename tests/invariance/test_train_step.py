@@ -9,16 +9,19 @@ from functools import partial
 
 import pytest
 import torch
-from parts import CLIP, GRPO, PLAIN, on_policy, random_rows, state_of, weights_of
+from parts import CLIP, GRPO, PLAIN, adv_of, on_policy, random_rows, state_of, weights_of
 
 from burnish.algorithms import policy_losses, reduce
 from burnish.algorithms.penalties import KlController
 from burnish.algorithms.reduce import token_mean
-from burnish.rollout.batch import batch_of
-from burnish.trainer import COLUMNS, Algorithm, NonFiniteError, NothingMovedError, train_step
+from burnish.trainer import COLUMNS, Algorithm, KlTerm, NonFiniteError, NothingMovedError, train_step
 from burnish.trainer.columns import collate, micro_batches, score, score_rows
+from burnish.types import Batch
 
-VALUES = {"eps_low": 0.2, "eps_high": 0.28, "length": 30}
+VALUES = {
+    "eps_low": 0.2, "eps_high": 0.28, "length": 30, "ratio_min": 0.0, "ratio_max": 5.0, "tau_pos": 1.0, "tau_neg": 1.05, "delta_low": 0.2,
+    "delta_high": 0.15, "log_clip_low": 0.4, "log_clip_high": 0.4,
+}
 ONE = {"sampling": PLAIN, "lr_of": lambda u: 1e-3, "clip_norm": 1.0}
 
 
@@ -28,6 +31,8 @@ def functions_of(room):
     for name, fn in inspect.getmembers(room, inspect.isfunction):
         if name.startswith("_") or fn.__module__ != room.__name__ or name == "masked":
             continue
+        if not {"logp_cur", "loss"} & set(inspect.signature(fn).parameters):
+            continue
         needs = [n for n, p in inspect.signature(fn).parameters.items() if p.default is p.empty and n not in provided]
         yield name, partial(fn, **{n: VALUES[n] for n in needs})
 
@@ -35,16 +40,20 @@ def functions_of(room):
 LOSSES = dict(functions_of(policy_losses))
 REDUCTIONS = dict(functions_of(reduce))
 GRADIENTS = ("naive", "straight_through_k2", "importance_weighted")
-KLS = [None, *({"estimator": k, "gradient": g} for k in ("k1", "k2", "k3") for g in GRADIENTS)]
+KLS = [None, *((k, g) for k in ("k1", "k2", "k3") for g in GRADIENTS)]
+
+
+def kl_term(names):
+    return KlTerm(*names, KlController(0.1)) if names else None
 
 
 def gradient(loaded, rows, algo, *, tokens, monkeypatch):
     """The gradient of one update before clip and step, and its metrics."""
-    state = state_of(loaded, kl=KlController(0.1))
+    state = state_of(loaded)
     caught = {}
     monkeypatch.setattr("burnish.trainer.step._apply", lambda state, finite, tally, **_: caught.update(
         {n: m.grad.clone() for n, m in state.weights.masters.items()}))
-    metrics = train_step(state, batch_of(rows), algo, tokens_per_micro_batch=tokens, **ONE)
+    metrics = train_step(state, Batch(tuple(rows)), algo, tokens_per_micro_batch=tokens, **ONE)
     state.weights.clear_grads()
     return caught, metrics
 
@@ -54,12 +63,12 @@ def test_the_rooms_are_enumerated():
     assert {"token_mean", "rollout_mean", "rollout_sum", "rollout_sum_over", "token_sum"} <= REDUCTIONS.keys()
 
 
-@pytest.mark.parametrize("kl", KLS, ids=lambda k: "-".join(k.values()) if k else "no_kl")
+@pytest.mark.parametrize("kl", KLS, ids=lambda k: "-".join(k) if k else "no_kl")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_split_gives_the_same_gradient(tiny_llama, loss, reduction, kl, monkeypatch):
     rows = random_rows(7, ref=True)
-    algo = Algorithm(LOSSES[loss], REDUCTIONS[reduction], kl)
+    algo = Algorithm(LOSSES[loss], REDUCTIONS[reduction], kl_term(kl))
     whole, metrics = gradient(tiny_llama, rows, algo, tokens=100_000, monkeypatch=monkeypatch)
     largest = max(float(g.abs().max()) for g in whole.values())
     for tokens in (1, 60):
@@ -81,11 +90,11 @@ def test_row_order_does_not_matter(tiny_llama, monkeypatch):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_stands_where_nothing_was_sampled_changes_nothing(tiny_llama, loss, poison, monkeypatch):
     rows = random_rows(5, ref=True)
-    algo = Algorithm(LOSSES[loss], token_mean, {"estimator": "k3", "gradient": "naive"})
+    algo = Algorithm(LOSSES[loss], token_mean, kl_term(("k3", "naive")))
 
     def poisoned(row):
-        put = lambda values: tuple(v if s else poison for v, s in zip(values, row.sampled, strict=True))  # noqa: E731
-        return replace(row, logp_gen=put(row.logp_gen), logp_ref=put(row.logp_ref))
+        put = lambda values: tuple(v if s else poison for v, s in zip(values, row.mask, strict=True))  # noqa: E731
+        return replace(row, columns={name: put(values) for name, values in row.columns.items()})
 
     clean, clean_metrics = gradient(tiny_llama, rows, algo, tokens=50, monkeypatch=monkeypatch)
     dirty, dirty_metrics = gradient(tiny_llama, [poisoned(r) for r in rows], algo, tokens=50, monkeypatch=monkeypatch)
@@ -122,23 +131,24 @@ def test_log_probs_equal_those_of_the_plain_forward(tiny_llama):
     (got,) = score_rows(state.policy, [row], sampling=PLAIN, tokens_per_micro_batch=100)
     with torch.no_grad():
         logp = tiny_llama.module(torch.tensor([row.tokens])).logits[0].log_softmax(-1)
-    expected = [float(logp[t - 1, row.tokens[t]]) if row.sampled[t] else 0.0 for t in range(len(row.tokens))]
+    expected = [float(logp[t - 1, row.tokens[t]]) if row.mask[t] else 0.0 for t in range(len(row.tokens))]
     assert list(got) == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_metrics_are_those_worked_out_by_hand(tiny_llama):
     state = state_of(tiny_llama)
     rows = random_rows(5, ref=True)
+    rows = [row.put(logp_prox=row.columns["logp_gen"]) for row in rows]
     logp = score_rows(state.policy, rows, sampling=PLAIN, tokens_per_micro_batch=10_000)
-    at = [(i, t) for i, r in enumerate(rows) for t in range(len(r.tokens)) if r.sampled[t]]
-    ratio = [logp[i][t] - rows[i].logp_gen[t] for i, t in at]
+    at = [(i, t) for i, r in enumerate(rows) for t in range(len(r.tokens)) if r.mask[t]]
+    ratio = [logp[i][t] - rows[i].columns["logp_gen"][t] for i, t in at]
     k3_gen = [math.exp(d) - 1 - d for d in ratio]
-    k3_ref = [math.exp(-(logp[i][t] - rows[i].logp_ref[t])) - 1 + (logp[i][t] - rows[i].logp_ref[t]) for i, t in at]
+    k3_ref = [math.exp(-(logp[i][t] - rows[i].columns["logp_ref"][t])) - 1 + (logp[i][t] - rows[i].columns["logp_ref"][t]) for i, t in at]
     clipped = [
-        max(-math.exp(d) * rows[i].adv, -min(max(math.exp(d), 0.8), 1.28) * rows[i].adv) > -math.exp(d) * rows[i].adv
+        max(-math.exp(d) * adv_of(rows[i]), -min(max(math.exp(d), 0.8), 1.28) * adv_of(rows[i])) > -math.exp(d) * adv_of(rows[i])
         for d, (i, _) in zip(ratio, at, strict=True)
     ]
-    metrics = train_step(state, batch_of(rows), GRPO, tokens_per_micro_batch=40, sampling=PLAIN, lr_of=lambda u: 0.0, clip_norm=1e9)
+    metrics = train_step(state, Batch(tuple(rows)), GRPO, tokens_per_micro_batch=40, sampling=PLAIN, lr_of=lambda u: 0.0, clip_norm=1e9)
     assert metrics["train/kl_cur_gen_nats"] == pytest.approx(sum(k3_gen) / len(at), rel=1e-4)
     assert metrics["train/kl_cur_ref_nats"] == pytest.approx(sum(k3_ref) / len(at), rel=1e-4)
     assert metrics["train/clip_frac"] == pytest.approx(sum(clipped) / len(at))
@@ -149,12 +159,12 @@ def test_the_metrics_are_those_worked_out_by_hand(tiny_llama):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_moves_the_policy_the_way_the_advantages_say(make_tiny, loss, dtype):
     state = state_of(make_tiny("llama"), dtype=dtype)
-    rows = [replace(r, adv=1.0 if i % 2 else -1.0) for i, r in enumerate(random_rows(8))]
+    rows = [r.put(adv=1.0 if i % 2 else -1.0) for i, r in enumerate(random_rows(8))]
     batch = on_policy(state, rows)
     before = weights_of(state)
     metrics = train_step(state, batch, Algorithm(LOSSES[loss], token_mean), **ONE)
     after = score_rows(state.policy, batch.rows, sampling=PLAIN, tokens_per_micro_batch=10_000)
-    gain = sum(r.adv * (sum(new) - sum(r.logp_gen)) for r, new in zip(batch.rows, after, strict=True))
+    gain = sum(adv_of(r) * (sum(new) - sum(r.columns["logp_gen"])) for r, new in zip(batch.rows, after, strict=True))
     assert gain > 0
     assert 0 < metrics["train/grad_norm"] < math.inf
     assert any(not torch.equal(before[n], m) for n, m in state.weights.masters.items())
@@ -185,18 +195,18 @@ def gradient_of_bf16(loaded, rows, monkeypatch):
     caught = {}
     monkeypatch.setattr("burnish.trainer.step._apply", lambda state, *_, **__: caught.update(
         {n: m.grad.clone() for n, m in state.weights.masters.items()}))
-    return caught, train_step(state, batch_of(rows), GRPO, tokens_per_micro_batch=50, **ONE)
+    return caught, train_step(state, Batch(tuple(rows)), GRPO, tokens_per_micro_batch=50, **ONE)
 
 
-@pytest.mark.parametrize("where", ["advantage", "logp_gen", "weight"])
+@pytest.mark.parametrize("where", ["advantage", "ratio", "weight"])
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_stops_after_k(make_tiny, where):
     state = state_of(make_tiny("llama"))
     rows = random_rows(4)
     good = on_policy(state, rows)
     train_step(state, good, GRPO, **ONE)
     bad = {
-        "advantage": lambda: batch_of([replace(good.rows[0], adv=math.nan), *good.rows[1:]]),
-        "logp_gen": lambda: batch_of([replace(good.rows[0], logp_gen=tuple(-1e4 for _ in good.rows[0].tokens)), *good.rows[1:]]),
+        "advantage": lambda: Batch((good.rows[0].put(adv=math.nan), *good.rows[1:])),
+        "ratio": lambda: Batch(tuple(r.put(logp_prox=-1e4 if i == 0 else -1.0, adv=-1.0) for i, r in enumerate(good.rows))),
         "weight": lambda: good,
     }[where]()
     if where == "weight":
@@ -218,7 +228,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_stops_after_k(make_tin
 def test_a_good_step_ends_a_row_of_bad_ones(make_tiny):
     state = state_of(make_tiny("llama"))
     good = on_policy(state, random_rows(4))
-    bad = batch_of([replace(good.rows[0], adv=math.nan), *good.rows[1:]])
+    bad = Batch((good.rows[0].put(adv=math.nan), *good.rows[1:]))
     for batch in (bad, bad, good, bad, bad):
         train_step(state, batch, GRPO, max_skipped=3, **ONE)
     assert (state.skipped, state.skipped_in_a_row, state.version) == (4, 2, 1)
@@ -233,8 +243,8 @@ def test_a_step_that_moves_nothing_is_an_error(make_tiny):
 def test_a_batch_without_a_signal_makes_no_update_but_keeps_the_schedule(make_tiny):
     state = state_of(make_tiny("llama"))
     before = weights_of(state)
-    train_step(state, batch_of([replace(r, adv=0.0) for r in random_rows(4)]), GRPO, epochs=2, minibatches=2, **ONE)
-    train_step(state, batch_of([]), GRPO, epochs=2, minibatches=2, **ONE)
+    train_step(state, Batch(tuple(r.put(adv=0.0) for r in random_rows(4))), GRPO, epochs=2, minibatches=2, **ONE)
+    train_step(state, Batch(()), GRPO, epochs=2, minibatches=2, **ONE)
     assert (state.updates, state.version) == (8, 0)
     assert all(torch.equal(before[n], m) for n, m in state.weights.masters.items())
 
@@ -289,7 +299,7 @@ def test_micro_batches_hold_the_budget_and_start_with_the_largest():
 
 
 def test_a_row_whose_first_token_is_sampled_is_refused(tiny_llama):
-    row = replace(random_rows(1)[0], sampled=(True,) * len(random_rows(1)[0].tokens))
+    row = replace(random_rows(1)[0], mask=(True,) * len(random_rows(1)[0].tokens))
     with pytest.raises(ValueError, match="nothing precedes it"):
         score(state_of(tiny_llama).policy, collate([row], [0], device=torch.device("cpu")), PLAIN)
 
@@ -304,7 +314,7 @@ def test_a_loss_that_names_the_entropy_has_its_gradient(make_tiny):
     with torch.no_grad():
         loaded.module.get_output_embeddings().weight.mul_(20)
     state = state_of(loaded)
-    rows = [replace(r, adv=0.0) for r in random_rows(6)]
+    rows = [r.put(adv=0.0) for r in random_rows(6)]
     seen = [train_step(state, on_policy(state, rows), Algorithm(loss, token_mean), **ONE)["train/entropy_nats"] for _ in range(8)]
     assert seen[-1] > seen[0] + 0.01
 
@@ -320,7 +330,7 @@ def test_any_seed_trains(make_tiny):
 def test_updates_that_were_skipped_are_not_counted_as_trained_on(make_tiny):
     state = state_of(make_tiny("llama"))
     good = on_policy(state, random_rows(4))
-    metrics = train_step(state, batch_of([replace(good.rows[0], adv=math.nan), *good.rows[1:]]), GRPO, **ONE)
+    metrics = train_step(state, Batch((good.rows[0].put(adv=math.nan), *good.rows[1:])), GRPO, **ONE)
     assert (metrics["train/rollouts_count"], metrics["train/tokens_count"]) == (0, 0)
 
 

@@ -1,0 +1,34 @@
+"""Which parts a loop is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.api.policy_gradient import PolicyGradient
+from burnish.api.session import Method, Session
+from burnish.api.sync import Sync
+from burnish.config import Settings
+from burnish.models.heads import Scorer, add_value_head
+from burnish.models.load import Loaded, load, load_scorer
+from burnish.models.policy import Policy
+
+
+def load_model(s: Settings) -> Loaded:
+    """The model that is trained, with the heads that the method needs."""
+    if s.reward_model is not None:
+        return load_scorer(s.model, seed=s.seed, outputs=s.reward_model.outputs)
+    loaded = load(s.model, seed=s.seed)
+    if s.critic is not None and s.critic.kind == "head":
+        add_value_head(loaded.module)
+    return loaded
+
+
+def kind_of(s: Settings) -> Any:
+    return Scorer if s.reward_model is not None else Policy
+
+
+def make_method(session: Session) -> Method:
+    s = session.settings
+    if s.loop == "sync" and s.algo is not None:
+        return Sync(session, PolicyGradient(session))
+    raise NotImplementedError(s.loop)

@@ -1,0 +1,253 @@
+"""The references of a recipe, each imported and held against the place it stands in; and pairs of settings that do not go together."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.config import Algo, Reward, Settings
+from burnish.ref import Ref, RefError, check_signature, parameters
+from burnish.rewards.call import bind as bind_reward
+from burnish.rewards.pool import reward_name
+from burnish.rollout.batch import GROUP_COLUMNS, STEP_COLUMNS
+from burnish.trainer.columns import COLUMNS
+
+ROOMS = {
+    "algo.advantage": "burnish.algorithms.advantages", "algo.normalize": "burnish.algorithms.advantages",
+    "algo.loss": "burnish.algorithms.policy_losses", "algo.reduce": "burnish.algorithms.reduce",
+    "algo.correction.fn": "burnish.algorithms.corrections", "algo.length_penalty": "burnish.algorithms.returns",
+    "critic.loss": "burnish.algorithms.value_losses", "sft.loss": "burnish.algorithms.token_losses",
+    "sft.reduce": "burnish.algorithms.reduce", "preference.losses": "burnish.algorithms.preference_losses",
+    "reward_model.loss": "burnish.algorithms.reward_losses", "distill.divergence": "burnish.algorithms.divergences",
+    "distill.reduce": "burnish.algorithms.reduce", "data.source": "burnish.data.answers",
+    "env": "burnish.envs", "tasks.source": "burnish.data.sources", "monitor.sinks": "burnish.monitor.sinks",
+}
+"""Where the short names of a setting lead."""
+PACKAGE = str(Path(__file__).parents[1])
+PAIR_ARGS = ("cur_chosen", "cur_rejected", "ref_chosen", "ref_rejected", "tokens_chosen", "tokens_rejected")
+"""What a preference loss of pairs may ask for."""
+SINGLE_ARGS = ("cur", "ref", "desirable", "kl")
+"""What a preference loss of single answers (kto) asks for."""
+SCORE_ARGS = ("score_chosen", "score_rejected", "margin", "score", "target", "mask", "label", "thresholds", "logits")
+"""What a loss of a reward model may ask for."""
+
+
+def problems_of_references(s: Settings) -> Iterator[str]:
+    """Problems of every reference but the sources, which are looked at where they are called."""
+    for place, algo in algos(s):
+        yield from _algo(place, algo, s)
+    if s.critic is not None:
+        yield from part("critic.loss", s.critic.loss, ("value_cur", "value_prox", "ret"))
+    if s.sft is not None:
+        yield from part("sft.loss", s.sft.loss, ("logp_cur",))
+        yield from _reduce("sft.reduce", s.sft.reduce)
+    if s.preference is not None:
+        for i, term in enumerate(s.preference.losses):
+            yield from part(f"preference.losses.{i}", term.fn, (*PAIR_ARGS, *SINGLE_ARGS, "delta"))
+    if s.reward_model is not None:
+        yield from part("reward_model.loss", s.reward_model.loss, SCORE_ARGS)
+    if s.distill is not None:
+        if s.distill.divergence is not None:
+            yield from part("distill.divergence", s.distill.divergence, ("logits_cur", "logits_teach", "temperature"))
+        yield from _reduce("distill.reduce", s.distill.reduce)
+    for place, env in (("env", s.env), *((f"environments.{i}.env", e.env) for i, e in enumerate(s.environments))):
+        yield from _env(place, env)
+    for i, sink in enumerate(s.monitor.sinks):
+        yield from _sink(f"monitor.sinks.{i}", sink)
+    yield from _rewards("rewards", s.rewards)
+    for i, e in enumerate(s.environments):
+        yield from _rewards(f"environments.{i}.rewards", e.rewards)
+
+
+def algos(s: Settings) -> list[tuple[str, Algo]]:
+    """Every policy-gradient section with its place."""
+    own = [("algo", s.algo)] if s.algo is not None else []
+    return own + [(f"environments.{i}.algo", e.algo) for i, e in enumerate(s.environments) if e.algo is not None]
+
+
+def part(place: str, ref: Ref, provided: Sequence[str], try_call: Callable[[Callable[..., Any]], Any] | None = None) -> Iterator[str]:
+    """The problem of one reference, if it has one; `try_call` says how the caller will call it."""
+    try:
+        fn = ref.load(room=room_of(place))
+        check_signature(ref.path, fn, ref.values, provided)
+    except RefError as error:
+        yield f"{place}: {error}"
+        return
+    if try_call is None:
+        return
+    try:
+        try_call(lambda *args, **kwargs: inspect.signature(fn).bind(*args, **kwargs, **ref.values))
+    except TypeError as error:
+        yield f"{place}: {ref.path} is called with {', '.join(provided)}, which it does not take: {error}"
+
+
+def room_of(place: str) -> str:
+    """The room of the short names at a place, which may stand in one of several environments or in a list."""
+    names = [name for name in place.split(".") if not name.isdecimal()]
+    return ROOMS[".".join(names[1:] if names[0] == "environments" else names)]
+
+
+def _rewards(place: str, rewards: Sequence[Reward]) -> Iterator[str]:
+    names: dict[str, int] = {}
+    for i, reward in enumerate(rewards):
+        try:
+            bind_reward(reward.fn)
+        except RefError as error:
+            yield f"{place}.{i}.fn: {error}"
+        if (name := reward_name(reward)) in names:
+            yield f"{place}.{i}.fn: {place}.{names[name]} is called {name} too, and scores are kept by that name; rename one of them"
+        names[name] = i
+    if rewards and all(reward.weight == 0 for reward in rewards if not reward.cost):
+        yield f"{place}: every weight is 0, so all rewards are equal and nothing can be learned"
+
+
+def _reduce(place: str, ref: Ref) -> Iterator[str]:
+    yield from part(
+        place, ref, ("loss", "mask", "num_tokens", "num_rollouts"), lambda call: call("loss", "mask", num_tokens=1, num_rollouts=1)
+    )
+
+
+def _algo(place: str, a: Algo, s: Settings) -> Iterator[str]:
+    yield from part(f"{place}.advantage", a.advantage, (*GROUP_COLUMNS, *STEP_COLUMNS))
+    yield from _advantage(place, a, s)
+    if a.normalize is not None:
+        yield from part(f"{place}.normalize", a.normalize, ("adv", "mask"))
+    if a.length_penalty is not None:
+        yield from part(f"{place}.length_penalty", a.length_penalty, ("num_tokens",))
+    if a.correction is not None:
+        yield from part(f"{place}.correction.fn", a.correction.fn, ("log_ratio", "mask"))
+    yield from _reduce(f"{place}.reduce", a.reduce)
+    problems = list(part(f"{place}.loss", a.loss, COLUMNS))
+    if problems:
+        yield f"{problems[0]}. A loss may ask for the columns {', '.join(COLUMNS)}"
+        return
+    names, path = set(parameters(a.loss.load(room=ROOMS["algo.loss"]))), a.loss.path
+    if not {"logp_cur", "entropy"} & names:
+        yield f"{place}.loss: {path} takes neither logp_cur nor entropy, so it has no gradient"
+    if "logp_gen" in names and "logp_prox" not in names and a.correction is not None:
+        yield (
+            f"{place}.loss: {path} takes ratios to the sampler itself (logp_gen), so {place}.correction would count the same distance "
+            f"twice; set {place}.correction: null"
+        )
+    if "logp_ref" in names and a.kl is None:
+        yield f"{place}.loss: {path} asks for logp_ref, which is there only with {place}.kl; add {place}.kl.coef=0, which only measures"
+    for column, needs in (("logp_teach", s.distill), ("value_cur", s.critic), ("value_prox", s.critic), ("ret", s.critic)):
+        if column in names and needs is None:
+            yield f"{place}.loss: {path} asks for {column}, which is there only with {'distill' if column == 'logp_teach' else 'critic'}"
+    if wrong := names & {"score_cur", "divergence"}:
+        yield f"{place}.loss: {path} asks for {sorted(wrong)[0]}, which a policy gradient does not have"
+
+
+def _advantage(place: str, a: Algo, s: Settings) -> Iterator[str]:
+    try:
+        fn = a.advantage.load(room=ROOMS["algo.advantage"])
+        names = set(parameters(fn)) - set(a.advantage.values)
+    except RefError:
+        return
+    path, over_batch, needs_group = a.advantage.path, getattr(fn, "over_batch", False), getattr(fn, "needs_group", False)
+    if wrong := names & ({*GROUP_COLUMNS, *STEP_COLUMNS} - {*(STEP_COLUMNS if over_batch else GROUP_COLUMNS)}):
+        where = "one of the whole step" if over_batch else "one of a group (mark it @over_batch for the whole step)"
+        yield f"{place}.advantage: {path} is {where} and cannot have {sorted(wrong)[0]}"
+    if needs_group and s.train.samples_per_prompt < 2:
+        yield (
+            f"train.samples_per_prompt is {s.train.samples_per_prompt}, and {place}.advantage {path} compares the samples "
+            "of one prompt: every advantage would be 0. Use at least 2 samples, or an advantage without a group baseline (reward_itself)"
+        )
+    if a.constant_groups != "keep" and not needs_group:
+        yield (
+            f"{place}.constant_groups is {a.constant_groups}, and {place}.advantage {path} has no group baseline: groups of equal rewards "
+            "do teach something there; use keep"
+        )
+    if a.constant_groups != "keep" and a.kl is not None and a.kl.place != "loss":
+        yield (
+            f"{place}.constant_groups is {a.constant_groups}, and {place}.kl.place is {a.kl.place}: samples of equal reward still differ "
+            f"in their KL; use keep, or {place}.kl.place: loss"
+        )
+    if a.kl is not None and a.kl.place == "token_reward" and "token_reward" not in names:
+        yield (
+            f"{place}.kl.place is token_reward, and {place}.advantage {path} takes one reward a rollout; use place: reward, or an "
+            "advantage of token rewards (returns_to_go, gae)"
+        )
+    if ("value" in names) != (s.critic is not None):
+        yield f"{place}.advantage: {path} " + (
+            "needs the values of a critic; add a section critic" if s.critic is None else "does not ask for the critic's values; use gae"
+        )
+    if "logp_teach" in names and s.distill is None:
+        yield f"{place}.advantage: {path} needs teachers; add distill with teachers and divergence: null"
+    if s.distill is not None and "logp_teach" not in {*names, *_loss_names(a)}:
+        yield f"distill: neither {place}.advantage {path} nor {place}.loss asks for logp_teach; use advantage: teacher_gap"
+    if "baseline" not in names and a.baseline_decay != Algo.model_fields["baseline_decay"].default:
+        yield f"{place}.baseline_decay does nothing: {place}.advantage {path} asks for no baseline; use minus_ema, or remove it"
+    if s.constraint is not None and (not any(r.cost for r in s.rewards) or names & {"scores", "value", "step_reward", "logp_teach"}):
+        yield "constraint: " + (
+            "no entry of rewards has cost: true" if not any(r.cost for r in s.rewards)
+            else f"{place}.advantage {path} makes no advantage of one cost a rollout; use one of reward alone (standardize, center, ...)"
+        )
+    if s.constraint is None and any(r.cost for r in s.rewards):
+        yield "rewards: an entry has cost: true, which only a section constraint reads"
+
+
+def _loss_names(a: Algo) -> set[str]:
+    try:
+        return set(parameters(a.loss.load(room=ROOMS["algo.loss"])))
+    except RefError:
+        return set()
+
+
+def _env(place: str, ref: Ref) -> Iterator[str]:
+    problems = list(part(place, ref, ()))
+    yield from problems
+    if not problems:
+        made = ref.load(room=ROOMS["env"])
+        if isinstance(made, type) and (missing := [name for name in ("start", "step") if not callable(getattr(made, name, None))]):
+            yield f"{place}: {ref.path} has no {' and no '.join(missing)}; an environment is a class with start(task) and async step(text)"
+        elif isinstance(made, type) and not inspect.iscoroutinefunction(made.step):
+            yield f"{place}: step of {ref.path} is no coroutine; write `async def step(self, text)`"
+
+
+def _sink(place: str, ref: Ref) -> Iterator[str]:
+    problems = list(part(place, ref, ()))
+    yield from problems
+    if not problems:
+        try:
+            ref.bind(room=ROOMS["monitor.sinks"])()
+        except Exception as error:
+            yield f"{place}: {raised(ref, error)}"
+
+
+def problems_of_pairs(s: Settings) -> Iterator[str]:
+    """Settings that are fine alone and cannot work together."""
+    if s.loop == "sync" and s.sampling.top_k == 1:
+        yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
+    if s.model.lora is not None and importlib.util.find_spec("peft") is None:
+        yield "model.lora needs the library peft: pip install 'burnish[lora]'"
+    if s.loop == "sync" and s.preference is not None and s.train.samples_per_prompt < 2:
+        yield "train.samples_per_prompt is 1, and preference makes pairs of the samples of one prompt; use at least 2"
+    if s.preference is not None and s.preference.refresh_steps and s.model.lora is not None:
+        yield (
+            "preference.refresh_steps moves the reference, which with model.lora is the model without its adapter; set it to 0, or train "
+            "without model.lora"
+        )
+    if s.sft is not None and (s.loop == "sync") != (s.sft.best_of is not None):
+        yield "sft.best_of is " + ("needed in loop: sync: how many samples of each group are learned" if s.loop == "sync"
+                                   else "not read in loop: sft, where every answer is learned; remove it")
+    if s.sft is not None and s.loop == "sync" and (s.sft.best_of or 0) > s.train.samples_per_prompt:
+        yield f"sft.best_of is {s.sft.best_of}, but train.samples_per_prompt is {s.train.samples_per_prompt}"
+    if s.sft is not None and s.loop != "sync" and s.sft.min_reward is not None:
+        yield "sft.min_reward is not read in loop: sft; remove it"
+    if s.distill is not None and s.loop == "sync" and s.distill.on_policy_frac:
+        yield "distill.on_policy_frac is not read in loop: sync, where every answer is the policy's own; remove it"
+
+
+def raised(ref: Ref, error: Exception) -> str:
+    """What a part of the user's raised, and where. The package's own errors explain themselves."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ValueError) and frames[-1].filename.startswith(PACKAGE):
+        return str(error)
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{ref.path} raised {type(error).__name__}: {error}{where}"

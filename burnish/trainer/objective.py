@@ -1,0 +1,74 @@
+"""What the trainer needs to know of a method: which columns, and its share of the loss of an update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from burnish.trainer.columns import Against
+
+
+class ShapeError(ValueError):
+    """A loss that does not return one number for each of what it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of one whole update, however it is split into micro-batches; of all its rows, whatever algorithm trains them."""
+
+    num_tokens: int                        # trained tokens
+    num_rollouts: int                      # rows with at least one
+    num_units: int                         # rows, or pairs where rows_per_unit is 2
+    tokens_by_place: tuple[int, ...]       # trained tokens of the first rows of all units, of the second, ...
+
+    @property
+    def of_reduce(self) -> dict[str, int]:
+        return {"num_tokens": self.num_tokens, "num_rollouts": self.num_rollouts}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums and counts, pooled over micro-batches, so that a metric does not depend on the split."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, total: Tensor | float, count: float) -> None:
+        self.sums[name] += float(total)
+        self.counts[name] += count
+
+    def peak(self, name: str, value: float) -> None:
+        self.peaks[name] = max(value, self.peaks.get(name, value))
+
+    def values(self) -> dict[str, float]:
+        return {name: self.sums[name] / count for name, count in self.counts.items() if count} | self.peaks
+
+
+class Objective(Protocol):
+    """A method of training. `terms` gives shares that add up over the micro-batches of an update to its loss.
+
+    needs: columns it reads; those in trainer.columns.COMPUTED come out of the model. against: columns that compare with frozen
+    models, by name. coupled: a row's gradient depends on other rows of the update, so the trainer first looks at all of them.
+    needs_signal: a column without which there is nothing to learn: rows whose column is all 0 make no update.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    @property
+    def against(self) -> Mapping[str, Against]: ...
+
+    @property
+    def coupled(self) -> bool: ...
+
+    @property
+    def needs_signal(self) -> str | None: ...
+
+    def terms(self, columns: Mapping[str, Tensor], counts: Counts) -> dict[str, Tensor]: ...
+
+    def measure(self, columns: Mapping[str, Tensor], tally: Tally) -> None: ...
