@@ -80,7 +80,7 @@ class PolicyGradient:
         rounds = algo.refill_rounds if algo.constant_groups == "refill" else 0
         return partial(keep, constant_groups=algo.constant_groups), rounds
 
-    def assemble(self, place: Place, groups: Sequence[Group]) -> Batch:
+    def of_groups(self, place: Place, groups: Sequence[Group]) -> Batch:
         """Advantages, with what they and the objective need of the reference, teachers, critic and greedy answers."""
         part, kl = self.parts[place.name], self.algos[place.name].kl
         names = names_of(part.advantage)

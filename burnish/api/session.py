@@ -34,7 +34,6 @@ from burnish.rewards.pool import RewardPool
 from burnish.trainer import TrainState, make_state, schedule
 from burnish.types import Group, Scored
 
-
 Rates = Callable[[Mapping[str, float]], dict[str, float]]
 """The times of a step by metric -> rates."""
 
@@ -152,7 +151,8 @@ class Session:
         s = self.settings
         return {
             "sampling": sampling or s.sampling, "clip_norm": s.optim.clip_norm,
-            "epochs": s.train.epochs, "minibatches": s.train.minibatches, "tokens_per_micro_batch": s.train.tokens_per_micro_batch, "max_skipped": s.train.max_skipped_updates, "seed": s.seed,
+            "epochs": s.train.epochs, "minibatches": s.train.minibatches, "tokens_per_micro_batch": s.train.tokens_per_micro_batch,
+            "max_skipped": s.train.max_skipped_updates, "seed": s.seed,
             "dropout": bool(s.model.lora and s.model.lora.dropout), "progress": partial(self.live.status, "training"),
             "lr_of": partial(
                 schedule, total=s.train.steps * s.train.epochs * s.train.minibatches, lr=s.optim.lr if lr is None else lr,

@@ -62,7 +62,7 @@ class Sync:
 
     def _assemble(self, gathered: Sequence[Gathered]) -> Batch:
         pairs = zip(self.session.places, gathered, strict=True)
-        batches = [self.learner.assemble(place, one.kept.groups) for place, one in pairs]
+        batches = [self.learner.of_groups(place, one.kept.groups) for place, one in pairs]
         return Batch(tuple(row for batch in batches for row in batch.rows), rows_per_unit=batches[0].rows_per_unit)
 
     # what reads along

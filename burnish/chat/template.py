@@ -29,6 +29,16 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     return tokens
 
 
+def encode_answer(tokenizer: Any, prompt: Prompt, answer: str, *, end: int) -> tuple[list[int], list[bool]]:
+    """Tokens of a prompt with its answer, and which of them are the answer's: its text as it stands, and the end token behind it.
+
+    The same tokens that sampling would give, had the policy written this answer.
+    """
+    start = encode_prompt(tokenizer, prompt)
+    written = [*encode_reply(tokenizer, answer), end]
+    return start + written, [False] * len(start) + [True] * len(written)
+
+
 def encode_reply(tokenizer: Any, text: str) -> list[int]:
     """Tokens of an environment's reply between turns of plain text: as it stands, no begin or end token."""
     tokens = _encode(tokenizer, text)

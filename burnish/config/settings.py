@@ -495,7 +495,7 @@ def _missing_method(s: Settings) -> tuple[str, Strict] | None:
     """The section that the loop cannot do without and that was not given."""
     given = [name for name in METHODS if getattr(s, name) is not None]
     if s.loop == "sync":
-        return ("algo", Algo()) if not given or given == ["distill"] and s.distill.divergence is None else None
+        return ("algo", Algo()) if not given or (given == ["distill"] and s.distill.divergence is None) else None
     own = {"sft": Sft, "preference": Preference, "reward_model": RewardModel}.get(s.loop)
     return (s.loop, own()) if own is not None and not given else None
 
