@@ -69,12 +69,12 @@ def pad(values: Sequence[Sequence[Any]], *, length: int, dtype: torch.dtype, dev
     return out.to(device)
 
 
-def collate(rows: Sequence[Row], index: Sequence[int], *, device: torch.device | str, skip: Collection[str] = ()) -> MicroBatch:
-    """The rows at `index` as tensors, with the columns and numbers that all of them bring, apart from those in `skip`."""
+def collate(rows: Sequence[Row], index: Sequence[int], *, device: torch.device | str) -> MicroBatch:
+    """The rows at `index` as tensors, with the columns and numbers that all of them bring."""
     chosen = [rows[i] for i in index]
     length = max(len(r.tokens) for r in chosen)
     mask_BT = pad([r.mask for r in chosen], length=length, dtype=torch.bool, device=device)
-    names = [n for n in chosen[0].columns if n not in skip and all(n in r.columns for r in chosen)]
+    names = [n for n in chosen[0].columns if all(n in r.columns for r in chosen)]
     given = {n: pad([r.columns[n] for r in chosen], length=length, dtype=torch.float32, device=device) for n in names}
     numbers = {
         n: torch.tensor([r.numbers[n] for r in chosen], dtype=torch.float32, device=device)

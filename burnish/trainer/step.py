@@ -59,8 +59,8 @@ def train_step(
     """All updates on the rows of one step, epochs x minibatches of them. Changes `state`, returns metrics.
 
     algo: one objective for all rows, or several by the name that a row's `algo` gives. `sampling` is what the rows were drawn with;
-    `lr_of(update)` counts from 1. After an update whose tokens are, by the mean of k3, further than stop_at_kl_nats from the policy
-    at the start of the step, the rest of the step's updates are left out.
+    `lr_of(update)` counts from 1. An update that finds the policy, by the mean of k3 over its tokens, further than stop_at_kl_nats from
+    where the step began is left out, with all that would follow it in the step.
     A batch in which no row has a signal (an advantage) makes no update, unless the objective has something else to go by.
     """
     objectives: Objectives = algo if isinstance(algo, Mapping) else {"": algo}
@@ -93,13 +93,14 @@ def train_step(
             if not known:
                 for place, row in zip(places, update.rows, strict=True):
                     rows[place] = row
+            if stop_at_kl_nats is not None and update.kl_prox_nats > stop_at_kl_nats:
+                tally.peak("train/stopped_updates_count", planned - state.updates + 1)
+                state.weights.clear_grads()
+                state.updates = planned
+                break
             moved = _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped)
             if moved and epoch == 0:
                 trained += update.rows
-            if stop_at_kl_nats is not None and update.kl_prox_nats > stop_at_kl_nats:
-                tally.peak("train/stopped_updates_count", planned - state.updates)
-                state.updates = planned
-                break
         known = True
         if state.updates == planned:
             break
