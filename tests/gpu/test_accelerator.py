@@ -12,9 +12,9 @@ from burnish.config import Sampling
 from burnish.engines import Request
 from burnish.models.policy import Policy
 from burnish.monitor.writer import read_metrics
-from burnish.rollout.batch import batch_of
 from burnish.trainer import train_step
 from burnish.trainer.columns import score_rows
+from burnish.types import Batch, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")]
 PLAIN = Sampling()
@@ -36,7 +36,7 @@ def test_the_engine_and_the_trainer_agree(make_tiny):
     asked = [Request((5, 6, 7 + i), i, 20) for i in range(20)]
     for request, done in zip(asked, engine_of(loaded).generate(asked, Sampling(max_new_tokens=20)), strict=True):
         tokens = request.tokens + done.tokens
-        row = random_rows(1)[0].__class__(tokens, (False,) * 3 + (True,) * len(done.tokens), (0.0,) * len(tokens), None, 0.0, 0.0)
+        row = Row(tokens, (False,) * 3 + (True,) * len(done.tokens))
         (logp,) = score_rows(state.policy, [row], sampling=PLAIN, tokens_per_micro_batch=100)
         assert logp[3:] == pytest.approx(done.logp_gen, abs=1e-4)
 
@@ -44,7 +44,7 @@ def test_the_engine_and_the_trainer_agree(make_tiny):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_moves_the_weights(make_tiny, dtype):
     state = state_of(make_tiny("llama"), dtype=dtype)
-    train_step(state, batch_of(random_rows(8)), GRPO, sampling=PLAIN, lr_of=lambda u: 1e-3, clip_norm=1.0)
+    train_step(state, Batch(tuple(random_rows(8))), GRPO, sampling=PLAIN, lr_of=lambda u: 1e-3, clip_norm=1.0)
     assert state.version == 1
 
 
