@@ -15,6 +15,7 @@ from pydantic import (
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     model_validator,
 )
 
@@ -335,6 +336,16 @@ class Preference(Strict):
     refresh_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How far it moves; 1: all the way."""
 
+    @model_validator(mode="after")
+    def _does_something(self) -> Preference:
+        if self.reference == "none" and self.refresh_steps:
+            raise ValueError("refresh_steps moves the reference, and reference: none has none; use reference: start, or remove it")
+        if not self.refresh_steps and self.refresh_mix != type(self).model_fields["refresh_mix"].default:
+            raise ValueError("refresh_mix does nothing without refresh_steps; give both or neither")
+        if not self.nll_coef and self.nll_normalization != type(self).model_fields["nll_normalization"].default:
+            raise ValueError("nll_normalization does nothing without nll_coef; give both or neither")
+        return self
+
 
 class RewardModel(Strict):
     """Learn to score answers."""
@@ -350,6 +361,13 @@ class RewardModel(Strict):
 class Teacher(Strict):
     model: Model
     weight: PositiveFloat = 1.0
+    """Of several teachers' log-probs, which are averaged."""
+
+    @model_validator(mode="after")
+    def _is_frozen(self) -> Teacher:
+        if self.model.lora is not None:
+            raise ValueError("model.lora does nothing in a teacher, which is not trained; remove it")
+        return self
 
 
 class Distill(Strict):
@@ -363,6 +381,15 @@ class Distill(Strict):
     reduce: RefField = Ref("token_mean")
     on_policy_frac: Frac = 0.0
     """In loop distill: the share of steps whose answers the policy samples itself from the prompts (GKD's lambda)."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Distill:
+        idle = [n for n in ("temperature", "reduce") if getattr(self, n) != type(self).model_fields[n].default]
+        if self.divergence is None and idle:
+            raise ValueError(f"{idle[0]} does nothing with divergence: null, where the algorithm's own loss is trained; remove it")
+        if len(self.teachers) == 1 and self.teachers[0].weight != 1:
+            raise ValueError("the weight of a single teacher does nothing; remove it, or name several teachers")
+        return self
 
 
 class Train(Strict):
@@ -442,7 +469,7 @@ class Settings(Strict):
     expect: str = ""
     """What the recipe is expected to reach, and how long it takes."""
     preset: str | None = None
-    """A method by its paper's name (burnish.algorithms.presets); what the recipe itself says comes first."""
+    """A method by its paper's name (`burnish presets` lists them); what the recipe itself says comes first."""
     loop: Literal["sync", "sft", "preference", "reward_model", "distill"] = "sync"
     """Where the rows come from: the policy's own rollouts (sync), or written answers."""
     seed: Seed = 0
@@ -470,7 +497,9 @@ class Settings(Strict):
     monitor: Monitor = Monitor()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Settings:
+    def _fits_together(self, info: ValidationInfo) -> Settings:
+        if self.preset is not None and not (info.context or {}).get("preset"):
+            raise ValueError("preset is a name for values that load_recipe fills in; here leave it out and give the values")
         if (own := _missing_method(self)) is not None:      # it stands in what is printed and saved, with its defaults
             object.__setattr__(self, *own)
         _one_method(self)
@@ -531,6 +560,10 @@ def _sources(s: Settings) -> None:
                 raise ValueError(f"two environments have the same name: {names}")
             if s.algo is None:
                 raise ValueError("environments are for policy-gradient methods (the section algo)")
+            if s.constraint is not None:
+                raise ValueError("constraint keeps one mean cost, of the rewards of a run without environments; remove one of the two")
+            if s.algo != Algo() and all(e.algo is not None for e in s.environments):
+                raise ValueError("algo is read by no environment, since each has its own; remove it")
         elif s.tasks is None or not s.rewards:
             raise ValueError("loop: sync needs tasks and at least one entry of rewards")
         for name in ("prompts_per_step", "samples_per_prompt"):
@@ -555,3 +588,16 @@ def _sources(s: Settings) -> None:
     samples = s.loop == "distill" and s.distill.on_policy_frac > 0
     if s.sampling != Sampling() and not samples:
         raise ValueError(f"sampling is not read in loop: {s.loop}; evaluate.sampling is what held-out answers are drawn with")
+    if s.tasks is None:
+        _no_tasks(s, samples)
+
+
+def _no_tasks(s: Settings, samples: bool) -> None:
+    """What only the answers to held-out tasks read."""
+    idle = {"env": s.env, "evaluate.samples_per_task": s.evaluate.samples_per_task, "evaluate.success_reward": s.evaluate.success_reward,
+            **({} if samples else {"train.slots": s.train.slots})}
+    sections = {"evaluate": Evaluate, "train": Train}
+    for name, value in idle.items():
+        section, _, field = name.rpartition(".")
+        if value != sections.get(section, Settings).model_fields[field].default:
+            raise ValueError(f"{name} does nothing in loop: {s.loop} without tasks and rewards to evaluate on; remove it, or add them")
