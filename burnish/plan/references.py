@@ -38,8 +38,8 @@ SCORE_ARGS = ("score_chosen", "score_rejected", "margin", "score", "target", "ma
 
 def problems_of_references(s: Settings) -> Iterator[str]:
     """Problems of every reference but the sources, which are looked at where they are called."""
-    for place, algo in algos(s):
-        yield from _algo(place, algo, s)
+    for place, algo, rewards in algos(s):
+        yield from _algo(place, algo, rewards, s)
     if s.critic is not None:
         yield from part("critic.loss", s.critic.loss, ("value_cur", "value_prox", "ret"))
     if s.sft is not None:
@@ -63,10 +63,15 @@ def problems_of_references(s: Settings) -> Iterator[str]:
         yield from _rewards(f"environments.{i}.rewards", e.rewards)
 
 
-def algos(s: Settings) -> list[tuple[str, Algo]]:
-    """Every policy-gradient section with its place."""
-    own = [("algo", s.algo)] if s.algo is not None else []
-    return own + [(f"environments.{i}.algo", e.algo) for i, e in enumerate(s.environments) if e.algo is not None]
+def algos(s: Settings) -> list[tuple[str, Algo, Sequence[Reward]]]:
+    """Every policy-gradient section that is used, with its place and the rewards it learns from."""
+    if s.algo is None:
+        return []
+    if not s.environments:
+        return [("algo", s.algo, s.rewards)]
+    own = [(f"environments.{i}.algo", e.algo, e.rewards) for i, e in enumerate(s.environments) if e.algo is not None]
+    shared = [r for e in s.environments if e.algo is None for r in e.rewards]
+    return ([("algo", s.algo, shared)] if shared else []) + own
 
 
 def part(place: str, ref: Ref, provided: Sequence[str], try_call: Callable[[Callable[..., Any]], Any] | None = None) -> Iterator[str]:
@@ -101,7 +106,9 @@ def _rewards(place: str, rewards: Sequence[Reward]) -> Iterator[str]:
         if (name := reward_name(reward)) in names:
             yield f"{place}.{i}.fn: {place}.{names[name]} is called {name} too, and scores are kept by that name; rename one of them"
         names[name] = i
-    if rewards and all(reward.weight == 0 for reward in rewards if not reward.cost):
+    if rewards and all(reward.cost for reward in rewards):
+        yield f"{place}: every entry is a cost, so there is no reward to learn from; add one"
+    elif rewards and all(reward.weight == 0 for reward in rewards if not reward.cost):
         yield f"{place}: every weight is 0, so all rewards are equal and nothing can be learned"
 
 
@@ -111,9 +118,9 @@ def _reduce(place: str, ref: Ref) -> Iterator[str]:
     )
 
 
-def _algo(place: str, a: Algo, s: Settings) -> Iterator[str]:
+def _algo(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> Iterator[str]:
     yield from part(f"{place}.advantage", a.advantage, (*GROUP_COLUMNS, *STEP_COLUMNS))
-    yield from _advantage(place, a, s)
+    yield from _advantage(place, a, rewards, s)
     if a.normalize is not None:
         yield from part(f"{place}.normalize", a.normalize, ("adv", "mask"))
     if a.length_penalty is not None:
@@ -140,9 +147,18 @@ def _algo(place: str, a: Algo, s: Settings) -> Iterator[str]:
             yield f"{place}.loss: {path} asks for {column}, which is there only with {'distill' if column == 'logp_teach' else 'critic'}"
     if wrong := names & {"score_cur", "divergence"}:
         yield f"{place}.loss: {path} asks for {sorted(wrong)[0]}, which a policy gradient does not have"
+    if "logp_prox" not in names and a.correction is None:
+        for field in ("prox", "stop_at_kl_nats"):
+            if getattr(a, field) != Algo.model_fields[field].default:
+                yield f"{place}.{field} does nothing: {path} takes no ratio to logp_prox, and there is no correction; remove it"
+    elif a.stop_at_kl_nats is not None and a.prox == "scored" and s.train.epochs * s.train.minibatches == 1:
+        yield (
+            f"{place}.stop_at_kl_nats does nothing: a step has one update, which begins where the step does; raise train.epochs or "
+            "train.minibatches, or remove it"
+        )
 
 
-def _advantage(place: str, a: Algo, s: Settings) -> Iterator[str]:
+def _advantage(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> Iterator[str]:
     try:
         fn = a.advantage.load(room=ROOMS["algo.advantage"])
         names = set(parameters(fn)) - set(a.advantage.values)
@@ -182,13 +198,12 @@ def _advantage(place: str, a: Algo, s: Settings) -> Iterator[str]:
         yield f"distill: neither {place}.advantage {path} nor {place}.loss asks for logp_teach; use advantage: teacher_gap"
     if "baseline" not in names and a.baseline_decay != Algo.model_fields["baseline_decay"].default:
         yield f"{place}.baseline_decay does nothing: {place}.advantage {path} asks for no baseline; use minus_ema, or remove it"
-    if s.constraint is not None and (not any(r.cost for r in s.rewards) or names & {"scores", "value", "step_reward", "logp_teach"}):
+    costs = any(r.cost for r in rewards)
+    if s.constraint is not None and (not costs or names & {"scores", "value", "step_reward", "logp_teach"}):
         yield "constraint: " + (
-            "no entry of rewards has cost: true" if not any(r.cost for r in s.rewards)
+            "no entry of rewards has cost: true" if not costs
             else f"{place}.advantage {path} makes no advantage of one cost a rollout; use one of reward alone (standardize, center, ...)"
         )
-    if s.constraint is None and any(r.cost for r in s.rewards):
-        yield "rewards: an entry has cost: true, which only a section constraint reads"
 
 
 def _loss_names(a: Algo) -> set[str]:
@@ -223,6 +238,9 @@ def problems_of_pairs(s: Settings) -> Iterator[str]:
     """Settings that are fine alone and cannot work together."""
     if s.loop == "sync" and s.sampling.top_k == 1:
         yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
+    places = {"rewards": s.rewards, **{f"environments.{i}.rewards": e.rewards for i, e in enumerate(s.environments)}}
+    if s.constraint is None and (costs := [f"{at}.{i}" for at, rs in places.items() for i, r in enumerate(rs) if r.cost]):
+        yield f"{costs[0]}.cost is true, and only a section constraint reads costs; add one, or remove it"
     if s.model.lora is not None and importlib.util.find_spec("peft") is None:
         yield "model.lora needs the library peft: pip install 'burnish[lora]'"
     if s.loop == "sync" and s.preference is not None and s.train.samples_per_prompt < 2:
