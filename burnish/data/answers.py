@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from burnish.data.tasks import Split, canonical, lowest
-from burnish.types import Example, Pair, Prompt, Rated
+from burnish.types import Example, Pair, Rated
 
 Answer = Example | Pair | Rated
-
-
-def answer_id(prompt: Prompt, *answers: str) -> str:
-    """16 hex digits of the content: the same entry has the same id in any run."""
-    return blake2b(json.dumps([canonical(prompt), *answers]).encode(), digest_size=8).hexdigest()
 
 
 def split_answers(items: Sequence[Any], *, kinds: tuple[type, ...], held_out: int, seed: int) -> Split:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import json
 import random
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from burnish.data.generate import generate
+from burnish.data.jsonl import as_chat, field_of, prompt_of, rows_of
 from burnish.data.tasks import task_id
-from burnish.types import Message, Prompt, Task
+from burnish.types import Task
 
 MAX_PUZZLES = 200_000
 
@@ -47,7 +45,7 @@ def reasoning_gym(
     for (name, _, config), entries in zip(wanted, generate(requests), strict=True):
         for entry in entries:
             text = prompt.replace("{question}", entry["question"])
-            shown = _prompt(text, chat=chat, system=system)
+            shown = as_chat(text, chat=chat, system=system)
             info = {"dataset": name, "config": config, "entry": entry}
             tasks.append(Task(id=task_id(shown, f"reasoning_gym/{name}"), prompt=shown, answer=entry["answer"], info=info))
     return _interleave(tasks, counts)
@@ -63,7 +61,7 @@ def jsonl(
     system: str | None = None,
     limit: int | None = None,
 ) -> list[Task]:
-    """Tasks of a file with one JSON object a line (UTF-8; empty lines are skipped).
+    """Tasks of a file with one JSON object a line (UTF-8, or that in .gz; empty lines are skipped).
 
     prompt: the field that holds the prompt, a text or a list of {role, content} messages; or a template with fields in braces,
         as "Question: {question}\\nAnswer:".
@@ -73,18 +71,15 @@ def jsonl(
 
     Raises ValueError with file and line for a line that is not JSON, lacks a field, or holds no usable prompt.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no such file: {path} (looked from {Path.cwd()})")
     tasks = []
-    for where, row in itertools.islice(_rows(path), limit):
-        shown = _prompt(_fill(prompt, row, where), chat=chat, system=system)
+    for where, row in itertools.islice(rows_of(path), limit):
+        shown = as_chat(prompt_of(row, prompt, where), chat=chat, system=system)
         tasks.append(
             Task(
                 id=task_id(shown, "jsonl"),
                 prompt=shown,
-                answer=None if answer is None else _field(row, answer, where),
-                info={name: _field(row, name, where) for name in info},
+                answer=None if answer is None else field_of(row, answer, where),
+                info={name: field_of(row, name, where) for name in info},
             )
         )
     if not tasks:
@@ -181,73 +176,3 @@ def _interleave(tasks: Sequence[Task], counts: Sequence[int]) -> list[Task]:
 def _check_prompt(prompt: str, slot: str) -> None:
     if slot not in prompt:
         raise ValueError(f"prompt must contain {slot}, where the task's own text goes; found {prompt!r}")
-
-
-def _prompt(prompt: Prompt, *, chat: bool, system: str | None) -> Prompt:
-    if system is not None and not chat:
-        raise ValueError("a system message needs chat: true")
-    if not chat or not isinstance(prompt, str):
-        return prompt
-    head = () if system is None else (Message(role="system", content=system),)
-    return (*head, Message(role="user", content=prompt))
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", object) of each line that is not empty."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected one JSON object a line, found {_kind(row)}")
-            yield where, row
-
-
-def _fill(prompt: str, row: Mapping[str, Any], where: str) -> Prompt:
-    if "{" not in prompt:
-        return _as_prompt(_field(row, prompt, where), prompt, where)
-
-    def value(match: re.Match[str]) -> str:
-        found = _field(row, match[1], where)
-        if not isinstance(found, (str, int, float)):
-            raise ValueError(f"{where}: field {match[1]!r} is {_kind(found)}; the prompt template needs a text or number there")
-        return str(found)
-
-    text, slots = re.subn(r"\{([^{}\s]+)\}", value, prompt)
-    if slots == 0:
-        raise ValueError(f"the prompt template names no field in braces: {prompt!r}")
-    return text
-
-
-def _as_prompt(value: Any, name: str, where: str) -> Prompt:
-    if isinstance(value, str):
-        if not value:
-            raise ValueError(f"{where}: field {name!r} is empty; a prompt needs text")
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: field {name!r} is {_kind(value)}; a prompt is a text or a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: each message in {name!r} needs role and content as texts; found {str(message)[:80]}")
-    return tuple(Message(role=message["role"], content=message["content"]) for message in value)
-
-
-def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
-    if name not in row:
-        near = difflib.get_close_matches(name, row, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where}: no field {name!r}; it has {sorted(row)}{hint}")
-    return row[name]
-
-
-def _kind(value: Any) -> str:
-    return {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "a truth value"}.get(type(value), "a number")

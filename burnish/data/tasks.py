@@ -23,6 +23,11 @@ def task_id(prompt: Prompt, dataset: str) -> str:
     return blake2b(json.dumps([dataset, canonical(prompt)]).encode(), digest_size=8).hexdigest()
 
 
+def answer_id(prompt: Prompt, *answers: str) -> str:
+    """16 hex digits of the content: the same entry has the same id in any run."""
+    return blake2b(json.dumps([canonical(prompt), *answers]).encode(), digest_size=8).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """No prompt stands on both sides; of tasks, none stands twice. `num_duplicates`: what was left out because it stood before."""
