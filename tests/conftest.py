@@ -11,8 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")      # a test that reaches for the 
 import pytest
 import torch
 
+from burnish.api.session import Session
 from burnish.config import Lora, Model, Scratch
 from burnish.models.load import Loaded, load
+from burnish.monitor.metrics import metric
 
 ALPHABET = string.digits + string.ascii_letters + " \n+-*/=?.,:;"
 
@@ -61,3 +63,16 @@ def tiny_llama(make_tiny) -> Loaded:
 def _own_module_path(monkeypatch):
     """A reference adds the working folder to the module path, which must not reach the next test."""
     monkeypatch.setattr("sys.path", [*sys.path])
+
+
+@pytest.fixture(autouse=True)
+def _every_metric_is_declared(monkeypatch):
+    """Of every run in a test: a metric without a declaration ends it."""
+    log = Session.log
+
+    def checked(self, step, metrics, rates=None):
+        for name in metrics:
+            metric(name)
+        log(self, step, metrics, rates)
+
+    monkeypatch.setattr(Session, "log", checked)

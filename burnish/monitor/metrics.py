@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Integral
 from typing import Literal
@@ -31,17 +32,29 @@ _DECLARED = (
     Metric("rollout/not_scored_count", "count", "sum", "Rollouts whose reward could not be computed; not trained on"),
     Metric("rollout/constant_groups_frac", "frac", "mean", "Groups whose rewards are all equal and so teach nothing"),
     Metric("rollout/dropped_rollouts_count", "count", "sum", "Rollouts left out of the update, for any reason"),
+    Metric("rollout/refill_rounds_count", "count", "sum", "Further rounds of tasks, drawn for groups that were dropped"),
+    Metric("rollout/cost_mean", "", "mean", "Cost of the rollouts of a step, which the constraint keeps under its limit"),
     Metric("train/loss", "", "mean", "Loss that was minimised"),
     Metric("train/kl_cur_gen_nats", "nats", "mean", "Trainer against sampler, a token: 0 when both compute the same log-probs"),
     Metric("train/kl_cur_ref_nats", "nats", "mean", "Distance to the policy at the start, a token of training rollouts"),
-    Metric("train/kl_coef", "", "last", "Weight of the KL term"),
+    Metric("train/kl_cur_prox_nats", "nats", "max", "Distance to the policy at the start of a step, a token; the largest of its updates"),
+    Metric("train/kl_coef", "", "last", "Weight of the KL to the reference"),
+    Metric("train/entropy_coef", "", "last", "Weight of the entropy bonus"),
     Metric("train/entropy_nats", "nats", "mean", "How undecided the policy is about its next token"),
     Metric("train/clip_frac", "frac", "mean", "Sampled tokens whose ratio was clipped"),
+    Metric("train/correction_weight_mean", "", "mean", "Weight of a token for the distance between sampler and trainer; near 1 when sound"),
+    Metric("train/correction_dropped_frac", "frac", "mean", "Sampled tokens that the correction left out"),
+    Metric("train/correction_ess_frac", "frac", "mean", "Effective sample size of these weights, as a share of the tokens"),
+    Metric("train/value_error", "", "mean", "Squared distance of the critic's value to the return, a token"),
+    Metric("train/critic_loss", "", "mean", "Loss of the critic"),
+    Metric("train/critic_grad_norm", "", "max", "Gradient norm of the critic before clipping"),
+    Metric("train/constraint_multiplier", "", "last", "Weight of the cost against the reward"),
     Metric("train/grad_norm", "", "max", "Gradient norm before clipping; the largest of the updates of a step"),
     Metric("train/lr", "", "last", "Learning rate of the last update of a step"),
     Metric("train/skipped_updates_count", "count", "sum", "Updates skipped because the loss or gradient was not finite"),
-    Metric("train/tokens_count", "count", "sum", "Sampled tokens trained on"),
-    Metric("train/rollouts_count", "count", "sum", "Rollouts trained on"),
+    Metric("train/stopped_updates_count", "count", "sum", "Updates left out because the policy was further than algo.stop_at_kl_nats"),
+    Metric("train/tokens_count", "count", "sum", "Tokens trained on"),
+    Metric("train/rollouts_count", "count", "sum", "Rollouts or written answers trained on"),
     Metric("eval/accuracy_frac", "frac", "mean", "Held-out samples that are correct"),
     Metric("eval/reward_mean", "", "mean", "Reward of held-out samples"),
     Metric("eval/sampled_tokens_mean", "tokens", "mean", "Tokens the policy wrote in one held-out sample"),
@@ -60,14 +73,24 @@ _DECLARED = (
 
 METRICS: dict[str, Metric] = {m.name: m for m in _DECLARED}
 
+_FAMILIES = (
+    Metric("rollout/score_<>_mean", "", "mean", "Score of the reward <>, before its weight"),
+    Metric("rollout/reward_<>_mean", "", "mean", "Reward of the scored rollouts of the environment <>"),
+    Metric("train/loss_<>", "", "mean", "The term <> of the loss, with its weight"),
+    Metric("train/kl_coef_<>", "", "last", "Weight of the KL to the reference in the environment <>"),
+    Metric("train/entropy_coef_<>", "", "last", "Weight of the entropy bonus in the environment <>"),
+)
+"""One metric for each reward, environment or term of a run; its name stands in place of <>."""
+
 
 def metric(name: str) -> Metric:
-    """The declaration of `name`; rollout/score_<reward>_mean is a family, one for each reward. KeyError with the nearest name."""
+    """The declaration of `name`, or that of its family for it. KeyError with the nearest name."""
     if name in METRICS:
         return METRICS[name]
-    if name.startswith("rollout/score_") and name.endswith("_mean") and name != "rollout/score_mean":
-        reward = name.removeprefix("rollout/score_").removesuffix("_mean")
-        return Metric(name, "", "mean", f"Score of the reward {reward}, before its weight")
+    for family in _FAMILIES:
+        before, after = family.name.split("<>")
+        if found := re.fullmatch(f"{before}(.+){after}", name):
+            return replace(family, name=name, meaning=family.meaning.replace("<>", found[1]))
     near = difflib.get_close_matches(name, METRICS, 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise KeyError(f"no metric is called {name!r}{hint}; metrics are declared in burnish/monitor/metrics.py")
