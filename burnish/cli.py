@@ -131,6 +131,37 @@ def recipes() -> None:
 
 
 @app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", show_default=False, help="Print the settings that it stands for.")] = None,
+) -> None:
+    """List the methods that `preset: NAME` in a recipe stands for, with their sources.
+
+    \b
+    Examples:
+      burnish presets
+      burnish presets dapo
+      burnish train from-scratch-tiny --set preset=rloo
+    """
+    from burnish.config.dump import dump_values
+    from burnish.config.presets import PRESETS, preset_of
+
+    with _told():
+        if name is None:
+            width = max(map(len, PRESETS)) + 2
+            for known, preset in PRESETS.items():
+                print(f"{known:<{width}}{preset.about} [{preset.source}]")
+            return
+        try:
+            preset = preset_of(name)
+        except ValueError as error:
+            raise SettingsError([str(error)]) from None
+        print(f"# {preset.about}\n# Source: {preset.source}")
+        if preset.needs:
+            print(f"# Your recipe also gives: {', '.join(preset.needs)}")
+        sys.stdout.write(f"preset: {name}    # the same as what follows\n{dump_values(preset.values)}")
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The folder of a run, finished or not.")],
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from burnish.config import schema
@@ -20,7 +20,12 @@ NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 def dump(settings: Settings) -> str:
     """Every setting, with its meaning as a comment where that fits on the line."""
-    return "\n".join(_section(settings.model_dump(), (), "")) + "\n"
+    return dump_values(settings.model_dump())
+
+
+def dump_values(values: Mapping[str, Any]) -> str:
+    """A part of the tree, as plain data."""
+    return "\n".join(_section(values, (), "")) + "\n"
 
 
 def diff(a: Settings, b: Settings) -> list[str]:
@@ -28,7 +33,7 @@ def diff(a: Settings, b: Settings) -> list[str]:
     return list(_changes(a.model_dump(), b.model_dump(), ()))
 
 
-def _section(data: dict[str, Any], key: Key, indent: str) -> list[str]:
+def _section(data: Mapping[str, Any], key: Key, indent: str) -> list[str]:
     lines = []
     for name, value in data.items():
         here = (*key, name)
@@ -37,6 +42,8 @@ def _section(data: dict[str, Any], key: Key, indent: str) -> list[str]:
 
 
 def _entry(head: str, value: Any, key: Key, indent: str) -> list[str]:
+    if isinstance(value, dict) and list(value) == ["ref"] and schema.is_ref(schema.place_of(key)):
+        value = value["ref"]
     if isinstance(value, dict) and value:
         return [_comment(head, key), *_section(value, key, indent + "  ")]
     if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
@@ -17,7 +18,8 @@ from burnish.config import schema
 from burnish.config.document import Document, Key, Origin, dotted, read, read_value
 from burnish.config.dump import diff, dump
 from burnish.config.errors import SettingsError, explain, found
-from burnish.config.settings import Settings
+from burnish.config.presets import preset_of
+from burnish.config.settings import METHODS, Settings
 from burnish.ref import Ref
 
 __all__ = ["RecipeInfo", "SettingsError", "diff", "dump", "load_recipe", "resumable_changes", "shipped"]
@@ -27,6 +29,8 @@ RESUMABLE = (
     "train.tokens_per_micro_batch",
 )
 """What may change when a run goes on: nothing that decides which rollouts come out or what the loss is."""
+OF_METHOD = ("loop", *METHODS, "critic", "constraint")
+"""What of a recipe is left out when --set names another preset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ def load_recipe(
 ) -> Settings:
     """The settings of a shipped recipe (by name) or of a YAML file, after changes.
 
+    What its preset says is laid under what the recipe says; a preset given by --set takes the place of the recipe's own method.
     sets: texts `section.key=value`, the value in YAML, in the order in which they apply.
     overrides: the same from Python, applied last: dotted names, sections as mappings, or the bare name of a setting
         that stands in one section only (steps, lr); functions may stand where an import path may.
@@ -126,6 +131,7 @@ def _text(path: Path) -> str:
 
 def _finish(document: Document, sets: Sequence[str], overrides: Mapping[str, Any], note: Callable[[str], None]) -> Settings:
     changed: list[Key] = []
+    _preset(document, sets, overrides, note)
     for text in sets:
         name, equals, value = text.partition("=")
         if not equals:
@@ -145,12 +151,63 @@ def _finish(document: Document, sets: Sequence[str], overrides: Mapping[str, Any
     return _validate(document)
 
 
+def _preset(document: Document, sets: Sequence[str], overrides: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """Lay the values of the preset under the recipe, that of --set or an argument before the recipe's own."""
+    given = [(f"--set {text}", text.partition("=")[2]) for text in sets if text.partition("=")[0].strip() == "preset" and "=" in text]
+    try:
+        given = [(origin, read_value(value)) for origin, value in given]
+    except ValueError:
+        return          # told where --set is applied
+    if "preset" in overrides:
+        given.append((f"preset={_short(overrides['preset'])}", overrides["preset"]))
+    origin, name = given[-1] if given else (str(document.origin(("preset",))), document.data.get("preset"))
+    if not isinstance(name, str):
+        return
+    try:
+        values = preset_of(name).values
+    except ValueError as error:
+        raise SettingsError([*document.problems, f"{origin}: preset: {error}"]) from None
+    if given:
+        _make_room(document, values, origin, note)
+    _lay_under(document, (), document.data, values, Origin(f"preset {name}"))
+
+
+def _make_room(document: Document, values: Mapping[str, Any], origin: str, note: Callable[[str], None]) -> None:
+    """Take out of the recipe what a preset that comes by --set is to decide."""
+    gone = [name for name in OF_METHOD if document.data.get(name) is not None]
+    for name in OF_METHOD:
+        document.data.pop(name, None)
+        document.forget((name,))
+    for name, value in values.items():
+        section = document.data.get(name)
+        for inner in set(value) & set(section) if isinstance(section, dict) and isinstance(value, dict) else ():
+            gone.append(f"{name}.{inner}")
+            del section[inner]
+            document.forget((name, inner))
+    if gone:
+        note(f"{', '.join(gone)} of the recipe {'is' if len(gone) == 1 else 'are'} left out, because {origin} gives the method")
+
+
+def _lay_under(document: Document, key: Key, above: dict[str, Any], below: Mapping[str, Any], origin: Origin) -> None:
+    """Add what `above` does not say. A reference that it names is whole; one without `ref` changes values of the one below."""
+    for name, value in below.items():
+        here = (*key, name)
+        if name not in above:
+            above[name] = copy.deepcopy(value)
+            document.origins[here] = origin
+        elif isinstance(value, dict) and isinstance(above[name], dict) and "ref" not in above[name]:
+            _lay_under(document, here, above[name], value, origin)
+        elif name in METHODS and above[name] is None:
+            why = f"found nothing (null), which takes away what {origin} gives; remove it"
+            document.problems.append(f"{document.origin(here)}: {name}: {why}")
+
+
 def _validate(document: Document) -> Settings:
     problems = document.problems
     if not document.data and problems:
         raise SettingsError(problems)
     try:
-        settings = Settings.model_validate_json(json.dumps(document.data))
+        settings = Settings.model_validate_json(json.dumps(document.data), context={"preset": "laid under"})
     except ValidationError as error:
         raise SettingsError([*problems, *explain(error, document)]) from None
     if problems:
