@@ -24,6 +24,12 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fn
 
 
+def running_delta(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Marks a function whose `delta`, where it is not given, is the mean reward of all pairs so far (`RunningReward`)."""
+    fn.running_delta = True
+    return fn
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
@@ -148,6 +154,7 @@ def nca_pair(cur_chosen: Tensor, cur_rejected: Tensor, ref_chosen: Tensor, ref_r
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
+@running_delta
 def bco_pair(
     cur_chosen: Tensor, cur_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float, delta: float | Tensor
 ) -> Tensor:

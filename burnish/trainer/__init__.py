@@ -4,13 +4,16 @@ from burnish.trainer.algorithm import Algorithm, Correction, EntropyTerm, KlTerm
 from burnish.trainer.columns import COLUMNS, Against, micro_batches
 from burnish.trainer.objective import Counts, Objective, ShapeError
 from burnish.trainer.optim import schedule
+from burnish.trainer.pairs import PAIR_COLUMNS, SINGLE_COLUMNS, LossTerm, PairObjective, SingleObjective
 from burnish.trainer.reference import Reference, Teachers
 from burnish.trainer.state import TrainState, make_state
 from burnish.trainer.step import NonFiniteError, NothingMovedError, train_step
+from burnish.trainer.tokens import DivergenceObjective, TokenObjective, against_teachers, token_means
 from burnish.trainer.values import ValueObjective, values_of
 
 __all__ = [
-    "COLUMNS", "Against", "Algorithm", "Correction", "Counts", "EntropyTerm", "KlTerm", "NonFiniteError", "NothingMovedError",
-    "Objective", "Reference", "ShapeError", "Teachers", "TrainState", "ValueObjective", "ValueTerm", "make_state", "micro_batches",
-    "schedule", "train_step", "values_of",
+    "COLUMNS", "PAIR_COLUMNS", "SINGLE_COLUMNS", "Against", "Algorithm", "Correction", "Counts", "DivergenceObjective", "EntropyTerm",
+    "KlTerm", "LossTerm", "NonFiniteError", "NothingMovedError", "Objective", "PairObjective", "Reference", "ShapeError",
+    "SingleObjective", "Teachers", "TokenObjective", "TrainState", "ValueObjective", "ValueTerm", "against_teachers", "make_state",
+    "micro_batches", "schedule", "token_means", "train_step", "values_of",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from burnish.trainer.columns import Against
+from burnish.types import Row
 
 
 class ShapeError(ValueError):
@@ -24,10 +25,26 @@ class Counts:
     num_rollouts: int                      # rows with at least one
     num_units: int                         # rows, or pairs where rows_per_unit is 2
     tokens_by_place: tuple[int, ...]       # trained tokens of the first rows of all units, of the second, ...
+    kept_tokens: int = 0                   # trained tokens without those that a correction dropped ahead of the update
+    kept_rollouts: int = 0                 # rows with at least one of these
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], *, rows_per_unit: int = 1) -> Counts:
+        lengths = [row.num_tokens for row in rows]
+        kept = [int(sum(row.columns.get("kept", row.mask))) for row in rows]
+        return cls(
+            num_tokens=sum(lengths), num_rollouts=sum(n > 0 for n in lengths), num_units=len(rows) // rows_per_unit,
+            tokens_by_place=tuple(sum(lengths[i::rows_per_unit]) for i in range(rows_per_unit)),
+            kept_tokens=sum(kept), kept_rollouts=sum(n > 0 for n in kept),
+        )
 
     @property
     def of_reduce(self) -> dict[str, int]:
         return {"num_tokens": self.num_tokens, "num_rollouts": self.num_rollouts}
+
+    @property
+    def of_kept(self) -> dict[str, int]:
+        return {"num_tokens": self.kept_tokens, "num_rollouts": self.kept_rollouts}
 
 
 @dataclass(slots=True)

@@ -62,16 +62,19 @@ def train_step(
     `lr_of(update)` counts from 1. An update that finds the policy, by the mean of k3 over its tokens, further than stop_at_kl_nats from
     where the step began is left out, with all that would follow it in the step.
     A batch in which no row has a signal (an advantage) makes no update, unless the objective has something else to go by.
+    ValueError where stop_at_kl_nats is given and no objective needs logp_prox.
     """
     objectives: Objectives = algo if isinstance(algo, Mapping) else {"": algo}
+    if stop_at_kl_nats is not None and not any("logp_prox" in objective.needs for objective in objectives.values()):
+        raise ValueError("stop_at_kl_nats measures the distance to logp_prox, which no loss or correction here needs; leave it out")
     rows = list(batch.rows)
     planned = state.updates + epochs * minibatches
     if not any(_has_signal(row, objectives[row.algo]) for row in rows):
         state.updates = planned
         return {"train/rollouts_count": 0, "train/tokens_count": 0}
     sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
-    rows, known = _with_prox(state, rows, objectives, minibatches=minibatches, **sized)
-    tally, done, skipped_before, trained = Tally(), 0, state.skipped, []
+    rows = _with_prox(state, rows, objectives, minibatches=minibatches, **sized)
+    tally, done, skipped_before, trained, version, lr = Tally(), 0, state.skipped, [], state.version, {}
     total = epochs * len(micro_batches(rows, tokens_per_micro_batch=tokens_per_micro_batch, rows_per_unit=batch.rows_per_unit))
     state.policy.module.train(dropout)
     for epoch in range(epochs):
@@ -82,7 +85,7 @@ def train_step(
             places = [u * batch.rows_per_unit + i for u in part for i in range(batch.rows_per_unit)]
             update = _Update(
                 state, [rows[i] for i in places], objectives, tally, first=state.updates == planned - epochs * minibatches + 1,
-                sizes=_Sizes(**sized, rows_per_unit=batch.rows_per_unit, dropout_seed=seed if dropout else None),
+                version_prox=version, sizes=_Sizes(**sized, rows_per_unit=batch.rows_per_unit, dropout_seed=seed if dropout else None),
             )
             finite = True
             for micro in update.gradients():
@@ -90,36 +93,35 @@ def train_step(
                 done += 1
                 if progress:
                     progress(min(done, total), total)
-            if not known:
-                for place, row in zip(places, update.rows, strict=True):
-                    rows[place] = row
+            for place, row in zip(places, update.rows, strict=True):
+                rows[place] = row
             if stop_at_kl_nats is not None and update.kl_prox_nats > stop_at_kl_nats:
                 tally.peak("train/stopped_updates_count", planned - state.updates + 1)
                 state.weights.clear_grads()
                 state.updates = planned
                 break
-            moved = _apply(state, finite, tally, lr=lr_of(state.updates), clip_norm=clip_norm, max_skipped=max_skipped)
+            lr["train/lr"] = lr_of(state.updates)
+            moved = _apply(state, finite, tally, lr=lr["train/lr"], clip_norm=clip_norm, max_skipped=max_skipped)
             if moved and epoch == 0:
                 trained += update.rows
-        known = True
         if state.updates == planned:
             break
     state.policy.module.eval()
     return {
-        **effective_samples(tally), **tally.values(), "train/lr": lr_of(state.updates), "train/rollouts_count": len(trained),
+        **effective_samples(tally), **tally.values(), **lr, "train/rollouts_count": len(trained),
         "train/tokens_count": sum(row.num_tokens for row in trained), "train/skipped_updates_count": state.skipped - skipped_before,
     }
 
 
 def _has_signal(row: Row, objective: Objective) -> bool:
     name = objective.needs_signal
-    return row.num_tokens > 0 and (name is None or any(v != 0 for v in row.columns.get(name, ())))
+    return row.num_tokens > 0 and (name is None or any(v != 0 for v, m in zip(row.columns.get(name, ()), row.mask, strict=False) if m))
 
 
 def _with_prox(
     state: TrainState, rows: list[Row], objectives: Objectives, *, minibatches: int, **sized: object
-) -> tuple[list[Row], bool]:
-    """Rows with logp_prox where it has to be known before the first update; and whether all that is needed is known.
+) -> list[Row]:
+    """Rows with logp_prox where it has to be known before the first update.
 
     In a step whose passes are one update each, the first pass itself gives it.
     """
@@ -136,7 +138,7 @@ def _with_prox(
         weighed = objectives[name].look_ahead([rows[i] for i in places], [rows[i].columns["logp_prox"] for i in places])
         for i, row in zip(places, weighed, strict=True):
             rows[i] = row
-    return rows, minibatches > 1 or not scored
+    return rows
 
 
 def _parts(num_units: int, minibatches: int, *, seed: tuple[int, ...]) -> list[list[int]]:
@@ -149,14 +151,11 @@ class _Update:
     """The gradient of one update, added up over micro-batches; `rows` come out with the log-probs that the first pass gave them."""
 
     def __init__(
-        self, state: TrainState, rows: list[Row], objectives: Objectives, tally: Tally, *, first: bool, sizes: _Sizes
+        self, state: TrainState, rows: list[Row], objectives: Objectives, tally: Tally, *, first: bool, version_prox: int, sizes: _Sizes
     ) -> None:
         self.state, self.rows, self.objectives, self.tally, self.first, self.sizes = state, rows, objectives, tally, first, sizes
-        lengths = [row.num_tokens for row in rows]
-        self.counts = Counts(
-            num_tokens=sum(lengths), num_rollouts=sum(n > 0 for n in lengths), num_units=len(rows) // sizes.rows_per_unit,
-            tokens_by_place=tuple(sum(lengths[i :: sizes.rows_per_unit]) for i in range(sizes.rows_per_unit)),
-        )
+        self.version_prox = version_prox
+        self.counts = Counts.of(rows, rows_per_unit=sizes.rows_per_unit)
         self.kl_prox_nats = 0.0
         self.losses: dict[str, float] = {}
 
@@ -217,7 +216,8 @@ class _Update:
         if getattr(objective, "prox", "scored") == "interpolated":
             version = columns["version"].long()[:, None].expand_as(columns["mask"])
             columns["logp_prox"], _ = interpolated_prox(
-                columns["logp_cur"].detach(), columns["logp_gen"], version, columns["mask"], version_cur=self.state.version
+                columns["logp_cur"].detach(), columns["logp_gen"], version, columns["mask"], version_cur=self.state.version,
+                version_prox=self.version_prox,
             )
         elif "logp_prox" not in columns:
             columns["logp_prox"] = columns["logp_cur"].detach()
