@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from burnish.api.session import Session
 from burnish.chat.template import encode_answer, end_token_ids
 from burnish.data.tasks import Cursor
 from burnish.loops import AnswersRecord, answers
-from burnish.types import Batch, Prompt, Row
+from burnish.types import Batch, Example, Prompt, Row
 
 
 class Learner(Protocol):
@@ -24,10 +24,15 @@ class Learner(Protocol):
 
 
 class Answers:
-    """The method of loops sft, preference, reward_model and distill."""
+    """The method of loops sft, preference, reward_model and distill.
 
-    def __init__(self, session: Session, learner: Learner) -> None:
-        self.session, self.learner = session, learner
+    prepare(items, times_before): what the learner gets in place of the items of a step, and of how often each was taken before.
+    """
+
+    def __init__(
+        self, session: Session, learner: Learner, *, prepare: Callable[[Sequence[Any], Sequence[int]], Sequence[Any]] | None = None
+    ) -> None:
+        self.session, self.learner, self.prepare = session, learner, prepare
         s, found = session.settings, session.checked.answers
         self.cursor = session.cursors["answers"] = Cursor(found.train, seed=s.seed, shuffle=s.data.shuffle)
         if found.held_out:
@@ -36,16 +41,28 @@ class Answers:
     def run(self) -> None:
         session, s = self.session, self.session.settings
         answers(
-            session.state, steps=s.train.steps, take=partial(self.cursor.next, s.train.examples_per_step), assemble=self.learner.of_items,
-            update=self.learner.update, clock=session.clock, taps=[self._tap],
+            session.state, steps=s.train.steps, take=self._take, assemble=self.learner.of_items, update=self.learner.update,
+            clock=session.clock, taps=[self._tap],
         )
 
+    def _take(self) -> Sequence[Any]:
+        start, size = self.cursor.position, len(self.session.checked.answers.train)
+        items = self.cursor.next(self.session.settings.train.examples_per_step)
+        return self.prepare(items, [at // size for at in range(start, self.cursor.position)]) if self.prepare else items
+
     def _tap(self, record: AnswersRecord) -> None:
+        if self.session.engine is not None:
+            self.session.engine.load(self.session.state.version)
         self.session.end_step(record.step, record.metrics, partial(self._rates, record))
 
     def _rates(self, record: AnswersRecord, times: Mapping[str, float]) -> dict[str, float]:
-        passed = self.session.settings.train.epochs * sum(len(row.tokens) for row in record.batch.rows)
-        return {"rate/train_tokens_per_s": passed / times["time/train_s"]} if times.get("time/train_s") else {}
+        rates = {}
+        if times.get("time/generate_s"):
+            rates["rate/generate_tokens_per_s"] = record.batch.num_tokens / times["time/generate_s"]
+        if times.get("time/train_s") and record.metrics.get("train/tokens_count"):
+            passed = self.session.settings.train.epochs * sum(len(row.tokens) for row in record.batch.rows)
+            rates["rate/train_tokens_per_s"] = passed / times["time/train_s"]
+        return rates
 
 
 class Encoder:
@@ -60,3 +77,7 @@ class Encoder:
     def __call__(self, prompt: Prompt, answer: str) -> Row | None:
         tokens, mask = encode_answer(self.tokenizer, prompt, answer, end=self.end)
         return Row(tuple(tokens), tuple(mask)) if self.most is None or len(tokens) <= self.most else None
+
+    def rows(self, examples: Sequence[Example]) -> list[Row]:
+        """Of those that are short enough."""
+        return [row for e in examples if (row := self(e.prompt, e.answer)) is not None]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from burnish.api.answers import Answers
+from burnish.api.distillation import Distillation
 from burnish.api.policy_gradient import PolicyGradient
 from burnish.api.session import Method, Session
+from burnish.api.supervised import Supervised
 from burnish.api.sync import Sync
 from burnish.config import Settings
 from burnish.models.heads import Scorer, add_value_head
@@ -31,4 +34,10 @@ def make_method(session: Session) -> Method:
     s = session.settings
     if s.loop == "sync" and s.algo is not None:
         return Sync(session, PolicyGradient(session))
+    if s.sft is not None:
+        learner = Supervised(session)
+        return Sync(session, learner) if s.loop == "sync" else Answers(session, learner)
+    if s.distill is not None:
+        learner = Distillation(session)
+        return Sync(session, learner) if s.loop == "sync" else Answers(session, learner, prepare=learner.answer)
     raise NotImplementedError(s.loop)

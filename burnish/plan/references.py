@@ -36,6 +36,8 @@ SCORE_ARGS = ("score_chosen", "score_rejected", "margin", "score", "target", "ma
 """What a loss of a reward model may ask for."""
 
 
+DIVERGENCE_ARGS = ("logits_cur", "logits_teach", "temperature")
+"""What a divergence from a teacher is called with."""
 def problems_of_references(s: Settings) -> Iterator[str]:
     """Problems of every reference but the sources, which are looked at where they are called."""
     for place, algo, rewards in algos(s):
@@ -43,7 +45,7 @@ def problems_of_references(s: Settings) -> Iterator[str]:
     if s.critic is not None:
         yield from part("critic.loss", s.critic.loss, ("value_cur", "value_prox", "ret"))
     if s.sft is not None:
-        yield from part("sft.loss", s.sft.loss, ("logp_cur",))
+        yield from part("sft.loss", s.sft.loss, ("logp_cur",), lambda call: call(logp_cur=0))
         yield from _reduce("sft.reduce", s.sft.reduce)
     if s.preference is not None:
         for i, term in enumerate(s.preference.losses):
@@ -52,7 +54,9 @@ def problems_of_references(s: Settings) -> Iterator[str]:
         yield from part("reward_model.loss", s.reward_model.loss, SCORE_ARGS)
     if s.distill is not None:
         if s.distill.divergence is not None:
-            yield from part("distill.divergence", s.distill.divergence, ("logits_cur", "logits_teach", "temperature"))
+            yield from part(
+                "distill.divergence", s.distill.divergence, DIVERGENCE_ARGS, lambda call: call(**dict.fromkeys(DIVERGENCE_ARGS))
+            )
         yield from _reduce("distill.reduce", s.distill.reduce)
     for place, env in (("env", s.env), *((f"environments.{i}.env", e.env) for i, e in enumerate(s.environments))):
         yield from _env(place, env)

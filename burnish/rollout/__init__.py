@@ -2,8 +2,8 @@
 
 from burnish.rollout.batch import KlReward, assemble
 from burnish.rollout.gather import Gathered, gather
-from burnish.rollout.keep import Kept, keep
+from burnish.rollout.keep import Kept, keep, keep_best
 from burnish.rollout.run import Visit, run_group, run_groups
 from burnish.rollout.summary import summarize
 
-__all__ = ["Gathered", "Kept", "KlReward", "Visit", "assemble", "gather", "keep", "run_group", "run_groups", "summarize"]
+__all__ = ["Gathered", "Kept", "KlReward", "Visit", "assemble", "gather", "keep", "keep_best", "run_group", "run_groups", "summarize"]

@@ -39,6 +39,24 @@ def keep(groups: Sequence[Group], *, constant_groups: str = "keep") -> Kept:
     return Kept(tuple(kept), dict(dropped))
 
 
+def keep_best(groups: Sequence[Group], *, best_of: int, min_reward: float | None = None) -> Kept:
+    """Of each group the `best_of` samples of highest reward, of equal ones those that were sampled first; none below min_reward.
+
+    Rules: those of `keep`, below_min_reward, and not_best.
+    """
+    known = keep(groups)
+    dropped = Counter(known.dropped)
+    kept = []
+    for group in known.groups:
+        good = [item for item in group.scored if min_reward is None or item.reward >= min_reward]
+        best = sorted(range(len(good)), key=lambda i: (-good[i].reward, i))[:best_of]
+        dropped["below_min_reward"] += len(group.scored) - len(good)
+        dropped["not_best"] += len(good) - len(best)
+        if best:
+            kept.append(Group(group.task, tuple(good[i] for i in sorted(best))))
+    return Kept(tuple(kept), dict(+dropped))
+
+
 def is_constant(rewards: Sequence[float]) -> bool:
     """No two samples differ, so a group baseline gives every one of them the advantage 0."""
     return len(rewards) < 2 or max(rewards) == min(rewards)
