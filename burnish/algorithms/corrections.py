@@ -113,14 +113,15 @@ def effective_sample_frac(*, weight_sum: float, square_sum: float, num_tokens: i
 
 @torch.no_grad()
 def interpolated_prox(
-    logp_cur: Tensor, logp_gen: Tensor, version: Tensor, mask: Tensor, *, version_cur: int
+    logp_cur: Tensor, logp_gen: Tensor, version: Tensor, mask: Tensor, *, version_cur: int, version_prox: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """logp_prox without a pass of its own, and the alpha of the interpolation. [B,T] -> [B,T], [B,T]
 
-    logp_gen + alpha (logp_cur - logp_gen), alpha = max(0, (v_cur - 1 - v) / (v_cur - v)), 0 where v = v_cur: v is the version
-    that wrote the token, v_cur the one being trained, and v_cur - 1 stands for prox. The log-linear approximation of AReaL
-    (arXiv:2505.24298; areal/trainer/ppo/actor.py). Constants, 0 where masked.
+    logp_gen + alpha (logp_cur - logp_gen), alpha = (v_prox - v) / (v_cur - v), 0 where v >= v_prox: v is the version that wrote the
+    token, v_cur the one that gives logp_cur, v_prox the one at the start of the step's updates. None: v_cur - 1, as where versions
+    count steps. The log-linear approximation of AReaL (arXiv:2505.24298; areal/trainer/ppo/actor.py). Constants, 0 where masked.
     """
-    age = (version_cur - version).clamp(min=1).to(logp_gen.dtype)
-    alpha = masked((age - 1) / age, mask)
+    prox = version_cur - 1 if version_prox is None else version_prox
+    age, part = (version_cur - version).clamp(min=1), (prox - version).clamp(min=0)
+    alpha = masked(part.to(logp_gen.dtype) / age, mask)
     return masked(torch.lerp(logp_gen, logp_cur, alpha), mask), alpha

@@ -85,6 +85,7 @@ _FAMILIES = (
     Metric("rollout/reward_<>_mean", "", "mean", "Reward of the scored rollouts of the environment <>"),
     Metric("train/loss_<>", "", "mean", "The term <> of the loss, with its weight"),
     Metric("train/kl_coef_<>", "", "last", "Weight of the KL to the reference in the environment <>"),
+    Metric("train/entropy_nats_<>", "nats", "mean", "How undecided the policy is about its next token in the environment <>"),
     Metric("train/entropy_coef_<>", "", "last", "Weight of the entropy bonus in the environment <>"),
 )
 """One metric for each reward, environment or term of a run; its name stands in place of <>."""

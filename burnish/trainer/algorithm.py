@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class Correction:
     """Weights on the policy loss for the distance between the sampler and the policy at the start of the updates.
 
     fn(log_ratio, mask) -> (weight, kept), log_ratio = logp_prox - logp_gen. With `normalize` the weights have mean 1 over the
-    step; with denominator "kept" tokens of weight 0 do not count in the reduction. Both look at all rows before the first update.
+    step; with denominator "kept" dropped tokens do not count in the reduction of the policy loss. Both look at all rows before the
+    first update.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -78,6 +80,10 @@ class Algorithm:
 
     coupled = False
 
+    def __post_init__(self) -> None:
+        if self.prox == "interpolated" and self.correction is not None and self.correction.looks_ahead:
+            raise ValueError("prox interpolated saves scoring the rows, which normalize and denominator kept need; use prox scored")
+
     @property
     def columns(self) -> frozenset[str]:
         """What the loss asks for, by the names of its arguments."""
@@ -112,7 +118,7 @@ class Algorithm:
         return "adv" if "adv" in self.columns and not (self.kl or self.entropy or self.value or "entropy" in self.columns) else None
 
     def look_ahead(self, rows: Sequence[Row], prox: Sequence[tuple[float, ...]]) -> list[Row]:
-        """Rows with the correction's weight as a column, normalised over the step, and with kept tokens only where those alone count."""
+        """Rows with the correction's weight, normalised over the step, and what it keeps as columns."""
         weighed = []
         for row, logp in zip(rows, prox, strict=True):
             mask = torch.tensor([row.mask])
@@ -121,15 +127,13 @@ class Algorithm:
         sums = {"weight_sum": sum(float(weight.sum()) for weight, _ in weighed), "num_tokens": sum(row.num_tokens for row in rows)}
         out = []
         for row, (weight, kept) in zip(rows, weighed, strict=True):
-            row = row.put(weight=tuple((normalize(weight, **sums) if self.correction.normalize else weight)[0].tolist()))
-            if self.correction.denominator == "kept":
-                row = replace(row, mask=tuple((kept[0] & torch.tensor(row.mask)).tolist()))
-            out.append(row)
+            weight = normalize(weight, **sums) if self.correction.normalize else weight
+            out.append(row.put(weight=tuple(weight[0].tolist()), kept=tuple(kept[0].double().tolist())))
         return out
 
     def terms(self, columns: Mapping[str, Tensor], counts: Counts) -> dict[str, Tensor]:
         mask, out = columns["mask"], {}
-        total = lambda value: self.reduce(value, mask, **counts.of_reduce)  # noqa: E731
+        total = partial(self.reduce, mask=mask, **counts.of_reduce)
         if self.loss is not None:
             weight, kept = self._weights(columns)
             if kept is not None and "adv" in columns:        # what is dropped must not be infinite: 0 * inf is no number
@@ -140,7 +144,9 @@ class Algorithm:
                     f"the loss returned the shape {tuple(loss.shape)} for columns of the shape {tuple(mask.shape)}; a loss gives "
                     "one number per token and takes no mean or sum: algo.reduce does, with the counts of the whole step"
                 )
-            out["policy"] = total(loss if weight is None else loss * weight)
+            if weight is not None:
+                loss = loss * weight
+            out["policy"] = self.reduce(loss, kept, **counts.of_kept) if self._counts_kept else total(loss)
         if self.kl is not None:
             out["kl"] = self.kl.control.coef * total(self._kl(columns))
         if self.entropy is not None:
@@ -151,11 +157,15 @@ class Algorithm:
             )
         return out
 
+    @property
+    def _counts_kept(self) -> bool:
+        return self.correction is not None and self.correction.denominator == "kept"
+
     def _weights(self, columns: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         if self.correction is None:
             return None, None
         if "weight" in columns:
-            return columns["weight"], columns["weight"] > 0
+            return columns["weight"], columns["kept"] > 0
         log_ratio = masked(columns["logp_prox"] - columns["logp_gen"], columns["mask"])
         weight, kept = self.correction.fn(log_ratio, columns["mask"])
         return weight.detach(), kept
@@ -171,10 +181,10 @@ class Algorithm:
     def measure(self, columns: Mapping[str, Tensor], tally: Tally) -> None:
         mask = columns["mask"]
         count = int(mask.sum())
-        if "logp_ref" in columns:
-            tally.add("train/kl_cur_ref_nats", k3(columns["logp_cur"], columns["logp_ref"]).sum(), count)
         if "divergence" in columns:
             tally.add("train/kl_cur_ref_nats", columns["divergence"].sum(), count)
+        elif "logp_ref" in columns:
+            tally.add("train/kl_cur_ref_nats", k3(columns["logp_cur"], columns["logp_ref"]).sum(), count)
         inner = getattr(self.loss, "func", self.loss)
         if (clipped := getattr(inner, "clipped", None)) is not None:
             hit = clipped(**{name: columns[name] for name in self.columns}, **getattr(self.loss, "keywords", {}))

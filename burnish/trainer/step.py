@@ -165,12 +165,12 @@ class _Update:
         for name, objective in self.objectives.items():
             places = [i for i, row in enumerate(self.rows) if row.algo == name]
             batches = [[places[i] for i in index] for index in self._micro_batches(places)]
-            gradient_of = self._coupled(batches, objective) if objective.coupled and len(batches) > 1 else None
+            gradient_of = self._coupled(batches, objective, name) if objective.coupled and len(batches) > 1 else None
             for index in batches:
                 columns = self._columns(index, objective)
                 if gradient_of is None:
                     terms = objective.terms(columns, self.counts)
-                    self._measure(columns, objective)
+                    self._measure(columns, objective, name)
                     loss = torch.stack(list(terms.values())).sum()
                     self._note(terms)
                 else:
@@ -225,7 +225,7 @@ class _Update:
                 row = self.rows[i]
                 self.rows[i] = row.put(logp_prox=tuple(columns["logp_prox"][b, : len(row.tokens)].tolist()))
 
-    def _coupled(self, batches: Sequence[Sequence[int]], objective: Objective) -> dict[str, dict[int, Tensor]]:
+    def _coupled(self, batches: Sequence[Sequence[int]], objective: Objective, algo: str) -> dict[str, dict[int, Tensor]]:
         """The loss's gradient with respect to what the model gives for each row, from a first look at all rows together.
 
         The second look, micro-batch by micro-batch, brings it into the weights (Gao et al. 2021, arXiv:2101.06983).
@@ -246,7 +246,7 @@ class _Update:
         leaves = {name: whole[name].requires_grad_() for name in COMPUTED if name in whole}
         terms = objective.terms(whole, self.counts)
         self._note(terms)
-        self._measure(whole, objective)
+        self._measure(whole, objective, algo)
         loss = torch.stack(list(terms.values())).sum()
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         rows = [i for i, _, _ in order]
@@ -258,10 +258,11 @@ class _Update:
                 self.losses[key] = self.losses.get(key, 0.0) + float(value.detach())
 
     @torch.no_grad()
-    def _measure(self, columns: Mapping[str, Tensor], objective: Objective) -> None:
+    def _measure(self, columns: Mapping[str, Tensor], objective: Objective, algo: str) -> None:
         count = int(columns["mask"].sum())
         if "entropy" in columns:
-            self.tally.add("train/entropy_nats", columns["entropy"].sum(), count)
+            for of in ("", f"_{algo}") if algo else ("",):
+                self.tally.add(f"train/entropy_nats{of}", columns["entropy"].sum(), count)
         if self.first and "logp_gen" in columns and "logp_cur" in columns:
             self.tally.add("train/kl_cur_gen_nats", k3(columns["logp_gen"], columns["logp_cur"]).sum(), count)
         objective.measure(columns, self.tally)
