@@ -2,14 +2,101 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from burnish.data.tasks import Split, canonical, lowest
-from burnish.types import Example, Pair, Rated
+from burnish.data.jsonl import as_chat, as_prompt, field_of, kind_of, prompt_of, rows_of
+from burnish.data.tasks import Split, answer_id, canonical, lowest
+from burnish.ref import Ref
+from burnish.types import Example, Pair, Prompt, Rated, Task
 
 Answer = Example | Pair | Rated
+
+TEXTS: Mapping[type, tuple[str, ...]] = {Example: ("answer",), Pair: ("chosen", "rejected"), Rated: ("answer",)}
+"""The answers of each kind, by field."""
+TASK_SOURCES = "burnish.data.sources"
+
+
+def jsonl(
+    path: str | Path,
+    *,
+    prompt: str | None = None,
+    answer: str | None = None,
+    messages: str | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    limit: int | None = None,
+) -> list[Example]:
+    """Examples of a file with one JSON object a line (UTF-8, or that in .gz; empty lines are skipped).
+
+    prompt, answer: the fields that hold them; or templates with fields in braces, as "Question: {question}\\nAnswer:". A prompt may
+        be a list of {role, content} messages; an answer is a text.
+    messages: in place of these two, the field that holds a whole conversation as {role, content}. Its last message, the assistant's,
+        is the answer, and all before it is the prompt; earlier turns of the assistant are read and not learned.
+    chat: True makes a prompt that is a text a user message, after a system message if one is given.
+    limit: read only the first so many examples.
+
+    Raises ValueError with file and line for a line that is not JSON, lacks a field, or holds no usable prompt or answer.
+    """
+    if (messages is None) == (prompt is None) or (prompt is None) != (answer is None):
+        raise ValueError("name the fields of a prompt and its answer (prompt: ..., answer: ...), or that of a conversation (messages: ...)")
+    if messages is not None and (chat or system is not None):
+        raise ValueError("chat and system are for prompts that are texts; the messages of a conversation are taken as they are")
+    out = []
+    for where, row in itertools.islice(rows_of(path), limit):
+        if messages is not None:
+            shown, text = _conversation(field_of(row, messages, where), messages, where)
+        else:
+            shown, text = as_chat(prompt_of(row, prompt, where), chat=chat, system=system), _text_of(row, answer, where)
+        out.append(Example(answer_id(shown, text), shown, text))
+    if not out:
+        raise ValueError(f"{path} holds no examples")
+    return out
+
+
+def of_tasks(tasks: str | Mapping[str, Any]) -> list[Example]:
+    """The prompts of a source of tasks with their answers, as {ref: of_tasks, tasks: {ref: copy_digits, length: 3}}.
+
+    Short names of `tasks`: burnish.data.sources. ValueError for a task whose answer is no text.
+    """
+    out = []
+    for task in Ref.parse(tasks).bind(room=TASK_SOURCES)():
+        if not isinstance(task, Task):
+            raise ValueError(f"{Ref.parse(tasks).path} gives a {type(task).__name__}; of_tasks takes a source of burnish.types.Task")
+        if not isinstance(task.answer, str):
+            raise ValueError(
+                f"task {task.id} has the answer {task.answer!r}, and what is to be learned is a text; give a source whose answers are texts"
+            )
+        out.append(Example(answer_id(task.prompt, task.answer), task.prompt, task.answer))
+    return out
+
+
+def _text_of(row: Mapping[str, Any], template: str, where: str) -> str:
+    found = prompt_of(row, template, where) if "{" in template else field_of(row, template, where)
+    if not isinstance(found, str):
+        raise ValueError(
+            f"{where}: field {template!r} is {kind_of(found)}; an answer is a text. Use messages for a conversation, or for a number the "
+            f"template {{{template}}}"
+        )
+    if not found:
+        raise ValueError(f"{where}: field {template!r} is empty; an answer needs text")
+    return found
+
+
+def _conversation(value: Any, name: str, where: str) -> tuple[Prompt, str]:
+    """Messages -> all but the last, and the last one's text."""
+    turns = as_prompt(value, name, where)
+    if isinstance(turns, str):
+        raise ValueError(f"{where}: field {name!r} is a text; a conversation is a list of messages")
+    roles = [turn["role"] for turn in turns]
+    if len(turns) < 2 or roles[-1] != "assistant":
+        raise ValueError(f"{where}: the messages of {name!r} have the roles {roles}; the last is learned, and it is the assistant's answer")
+    if not turns[-1]["content"]:
+        raise ValueError(f"{where}: the last message of {name!r} is empty; an answer needs text")
+    return turns[:-1], turns[-1]["content"]
 
 
 def split_answers(items: Sequence[Any], *, kinds: tuple[type, ...], held_out: int, seed: int) -> Split:
@@ -43,8 +130,7 @@ def split_answers(items: Sequence[Any], *, kinds: tuple[type, ...], held_out: in
 
 
 def _check(position: int, item: Answer) -> None:
-    texts = {Example: ("answer",), Pair: ("chosen", "rejected"), Rated: ("answer",)}[type(item)]
-    for name in texts:
+    for name in TEXTS[type(item)]:
         if not isinstance(getattr(item, name), str):
             raise TypeError(f"item {position} (id {item.id}): {name} is a {type(getattr(item, name)).__name__}; it is a text")
     if isinstance(item, Pair) and item.chosen == item.rejected:
