@@ -220,7 +220,7 @@ class PolicyGradient:
         greedy = Sampling(**{**s.sampling.model_dump(), "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
         answers = run_groups(
             [Visit(g.task) for g in groups], sampling=greedy, samples_per_prompt=1, purpose="greedy",
-            progress=partial(self.session.live.status, "generating greedily"), **self.session.parts(place) | {"clock": None},
+            progress=partial(self.session.live.status, "generating greedily"), **self.session.parts(place, rewards="normalized") | {"clock": None},
         )
         known = [(g, a.scored[0].reward) for g, a in zip(groups, answers, strict=True) if a.scored[0].reward is not None]
         return [g for g, _ in known], [reward for _, reward in known]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -30,9 +30,9 @@ from burnish.monitor.live import Live
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.monitor.writer import MetricsWriter, read_metrics, write_atomic
 from burnish.plan.preflight import ROOMS, Checked, environments
-from burnish.rewards.pool import RewardPool
+from burnish.rewards.pool import Norm, Reading, RewardPool, reward_name
 from burnish.trainer import TrainState, make_state, schedule
-from burnish.types import Group, Scored
+from burnish.types import Group, Rollout, Scored
 
 Rates = Callable[[Mapping[str, float]], dict[str, float]]
 """The times of a step by metric -> rates."""
@@ -68,6 +68,18 @@ class Place:
     env: Callable[[], Any]
     pool: RewardPool
     setting: Environment
+    norms: Mapping[str, Norm]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """A pool with the reading that its scores get."""
+
+    pool: RewardPool
+    reading: Reading
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        return self.pool.score(rollouts, self.reading)
 
 
 class Session:
@@ -160,11 +172,18 @@ class Session:
             ),
         }
 
-    def parts(self, place: Place) -> dict[str, Any]:
-        """What rollout.run_groups needs beside tasks and sampling."""
+    def parts(self, place: Place, *, rewards: Literal["plain", "normalized", "learning"] = "plain") -> dict[str, Any]:
+        """What rollout.run_groups needs beside tasks and sampling.
+
+        rewards: as they are, for evaluation; normalised where the settings say so; or that, after the statistics took them in.
+        """
+        reading = Reading(
+            partial(self.loaded.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            {} if rewards == "plain" else place.norms, learns=rewards == "learning",
+        )
         return {
-            "engine": self.engine, "tokenizer": self.loaded.tokenizer, "env": place.env, "scorer": place.pool, "seed": self.settings.seed,
-            "clock": self.clock,
+            "engine": self.engine, "tokenizer": self.loaded.tokenizer, "env": place.env, "scorer": _Scorer(place.pool, reading),
+            "seed": self.settings.seed, "clock": self.clock,
         }
 
     def end_step(self, step: int, metrics: dict[str, float], rates: Rates | None = None) -> None:
@@ -198,7 +217,11 @@ class Session:
 
     def _place(self, e: Environment) -> Place:
         log = self.folder / (f"rewards-{e.name}.log" if e.name else "rewards.log")
-        return Place(e.name, e.env.bind(room=ROOMS["env"]), self.stack.enter_context(RewardPool(e.rewards, log=log)), e)
+        norms = {
+            reward_name(r): r.normalize.bind(room=ROOMS["rewards.normalize"])() for r in e.rewards if r.normalize is not None
+        }
+        self.controls |= {f"{e.name}/{name}/norm" if e.name else f"{name}/norm": norm for name, norm in norms.items()}
+        return Place(e.name, e.env.bind(room=ROOMS["env"]), self.stack.enter_context(RewardPool(e.rewards, log=log)), e, norms)
 
     # evaluation by answering held-out tasks
 

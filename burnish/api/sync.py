@@ -57,7 +57,7 @@ class Sync:
         s = self.session.settings
         return run_groups(
             visits, sampling=s.sampling, samples_per_prompt=s.train.samples_per_prompt,
-            progress=partial(self.session.live.status, "generating"), **self.session.parts(place),
+            progress=partial(self.session.live.status, "generating"), **self.session.parts(place, rewards="learning"),
         )
 
     def _assemble(self, gathered: Sequence[Gathered]) -> Batch:

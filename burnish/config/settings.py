@@ -121,7 +121,9 @@ class Tasks(Strict):
 
 class Reward(Strict):
     fn: RefField
-    """A function of (rollout, task). Short names: burnish.rewards."""
+    """A function of (rollout, task), or a class of such. Short names: burnish.rewards."""
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")] | None = None
+    """Scores are kept by it; none: the function's. Two entries of one function need it."""
     weight: float = 1.0
     cost: bool = False
     """What it gives is a cost, kept under constraint.limit, and no part of the reward."""
@@ -129,6 +131,15 @@ class Reward(Strict):
     """After this long the call is stopped and the rollout counts as not scored."""
     isolate: bool = True
     """Run in a worker process, which can be stopped when it hangs; False: in the trainer's own process."""
+    normalize: RefField | None = None
+    """Running statistics that normalise the scores of training rollouts, as {ref: RunningNorm, eps: 1e-8, ddof: 1}; those of held-out
+    ones stay as they are. Short names: burnish.algorithms.running."""
+
+    @model_validator(mode="after")
+    def _keeps_its_unit(self) -> Reward:
+        if self.cost and self.normalize is not None:
+            raise ValueError("a cost is compared with constraint.limit and so keeps its unit; remove normalize")
+        return self
 
 
 class Kl(Strict):
@@ -514,9 +525,9 @@ class Settings(Strict):
             what = "rollouts" if self.loop == "sync" else "examples"
             raise ValueError(f"train.minibatches is {self.train.minibatches}, but a step has only {units} {what}")
         for place, rewards in (("rewards", self.rewards), *((f"environments {e.name}", e.rewards) for e in self.environments)):
-            names = [reward.fn.path for reward in rewards]
+            names = [reward.name or reward.fn.path for reward in rewards]
             if len(set(names)) != len(names):
-                raise ValueError(f"the same reward stands twice in {place}: {names}")
+                raise ValueError(f"the same reward stands twice in {place}: {names}; give one of them a name")
         return self
 
 

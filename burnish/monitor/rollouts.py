@@ -30,6 +30,8 @@ SCHEMA = pa.schema([
     ("reward", pa.float64()),              # null: could not be scored
     ("scores", pa.map_(pa.string(), pa.float64())),
     ("errors", pa.map_(pa.string(), pa.string())),
+    ("cost", pa.float64()),                # null: no reward is a cost, or could not be scored
+    ("steps", pa.list_(pa.struct([("token", pa.int32()), ("value", pa.float64())]))),     # rewards of steps, by their last token
     ("advantage", pa.float64()),           # null: not trained on, or not known here
     ("tokens", pa.list_(pa.int32())),
     ("token_texts", pa.list_(pa.string())),
@@ -106,6 +108,8 @@ def _row(step: int, group: int, scored: Scored, advantage: float | None, text_of
         "reward": scored.reward,
         "scores": list(scored.scores.items()),
         "errors": list(scored.errors.items()),
+        "cost": scored.cost,
+        "steps": [{"token": at, "value": value} for at, value in scored.steps],
         "advantage": advantage,
         "tokens": rollout.tokens,
         "token_texts": [text_of(token) for token in rollout.tokens],
@@ -135,4 +139,5 @@ def _scored(row: dict[str, Any]) -> Scored:
         stop=row["stop"],
         version=row["version"],
     )
-    return Scored(rollout, row["reward"], row["scores"], row["errors"])
+    steps = tuple((step["token"], step["value"]) for step in row["steps"])
+    return Scored(rollout, row["reward"], row["scores"], row["errors"], row["cost"], steps)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,18 @@ ROOMS = {
     "reward_model.loss": "burnish.algorithms.reward_losses", "distill.divergence": "burnish.algorithms.divergences",
     "distill.reduce": "burnish.algorithms.reduce", "data.source": "burnish.data.answers",
     "env": "burnish.envs", "tasks.source": "burnish.data.sources", "monitor.sinks": "burnish.monitor.sinks",
+    "rewards.normalize": "burnish.algorithms.running",
 }
 """Where the short names of a setting lead."""
 PACKAGE = str(Path(__file__).parents[1])
-PAIR_ARGS = ("cur_chosen", "cur_rejected", "ref_chosen", "ref_rejected", "tokens_chosen", "tokens_rejected")
-"""What a preference loss of pairs may ask for."""
-SINGLE_ARGS = ("cur", "ref", "desirable", "kl")
-"""What a preference loss of single answers (kto) asks for."""
 SCORE_ARGS = ("score_chosen", "score_rejected", "margin", "score", "target", "mask", "label", "thresholds", "logits")
 """What a loss of a reward model may ask for."""
-
-
 DIVERGENCE_ARGS = ("logits_cur", "logits_teach", "temperature")
 """What a divergence from a teacher is called with."""
+
+
 def problems_of_references(s: Settings) -> Iterator[str]:
-    """Problems of every reference but the sources, which are looked at where they are called."""
+    """Problems of every reference but the sources, which are looked at where they are called, and preference losses (plan.preferences)."""
     for place, algo, rewards in algos(s):
         yield from _algo(place, algo, rewards, s)
     if s.critic is not None:
@@ -47,9 +45,6 @@ def problems_of_references(s: Settings) -> Iterator[str]:
     if s.sft is not None:
         yield from part("sft.loss", s.sft.loss, ("logp_cur",), lambda call: call(logp_cur=0))
         yield from _reduce("sft.reduce", s.sft.reduce)
-    if s.preference is not None:
-        for i, term in enumerate(s.preference.losses):
-            yield from part(f"preference.losses.{i}", term.fn, (*PAIR_ARGS, *SINGLE_ARGS, "delta"))
     if s.reward_model is not None:
         yield from part("reward_model.loss", s.reward_model.loss, SCORE_ARGS)
     if s.distill is not None:
@@ -108,12 +103,27 @@ def _rewards(place: str, rewards: Sequence[Reward]) -> Iterator[str]:
         except RefError as error:
             yield f"{place}.{i}.fn: {error}"
         if (name := reward_name(reward)) in names:
-            yield f"{place}.{i}.fn: {place}.{names[name]} is called {name} too, and scores are kept by that name; rename one of them"
+            yield f"{place}.{i}.fn: {place}.{names[name]} is called {name} too, and scores are kept by that name; give one of them a `name`"
         names[name] = i
+        if reward.normalize is not None:
+            yield from _norm(f"{place}.{i}.normalize", reward.normalize)
     if rewards and all(reward.cost for reward in rewards):
         yield f"{place}: every entry is a cost, so there is no reward to learn from; add one"
     elif rewards and all(reward.weight == 0 for reward in rewards if not reward.cost):
         yield f"{place}: every weight is 0, so all rewards are equal and nothing can be learned"
+
+
+def _norm(place: str, ref: Ref) -> Iterator[str]:
+    problems = list(part(place, ref, ()))
+    yield from problems
+    if not problems:
+        try:
+            made = ref.bind(room=ROOMS["rewards.normalize"])()
+        except ValueError as error:
+            yield f"{place}: {ref.path}: {error}"
+            return
+        if not (callable(getattr(made, "update", None)) and callable(getattr(made, "normalize", None)) and is_dataclass(made)):
+            yield f"{place}: {ref.path} is no dataclass with update(value) and normalize(value), whose fields are saved; use RunningNorm"
 
 
 def _reduce(place: str, ref: Ref) -> Iterator[str]:

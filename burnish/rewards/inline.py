@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from burnish.ref import Ref
-from burnish.rewards.call import Answer, bind, call
+from burnish.ref import Ref, RefError
+from burnish.rewards.call import Answer, bind, call, describe
 from burnish.types import Rollout
 
 ASYNC_AT_ONCE = 32
@@ -20,18 +20,19 @@ CHECK_S = 0.05
 
 
 class _Call:
-    __slots__ = ("answer", "done", "rollout", "started", "waiting")
+    __slots__ = ("answers", "done", "rollouts", "started", "waiting")
 
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout = rollout
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts = rollouts
         self.started: float | None = None
         self.waiting: Future | None = None     # of an async reward
-        self.answer: Answer | None = None
+        self.answers: list[Answer] | None = None
         self.done = threading.Event()
 
 
 class Inline:
     """One reward in this process. A sync one is called by one thread, an async one by up to 32 that share one event loop.
+    One that takes many rollouts is called once for all of them, with as much time as single calls would have.
 
     A call that outlives the limit is reported and its thread left alone, for a thread cannot be killed; another takes its place.
     One that holds the interpreter's lock (a regular expression that explodes) stops the whole process: isolate=True is for those.
@@ -39,6 +40,10 @@ class Inline:
 
     def __init__(self, ref: Ref, *, timeout_s: float) -> None:
         self._reward = bind(ref)
+        try:
+            self._reward.load()
+        except Exception as error:
+            raise RefError(f"{ref.path}: {error if isinstance(error, ValueError) else describe(error)}") from error
         self._timeout_s = timeout_s
         fn = self._reward.fn
         is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -49,7 +54,9 @@ class Inline:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, rollouts: Sequence[Rollout]) -> list[_Call]:
-        calls = [_Call(rollout) for rollout in rollouts]
+        calls = [_Call([rollout]) for rollout in rollouts]
+        if self._reward.takes_many:
+            calls = [_Call(rollouts)] if rollouts else []
         with self._lock:
             missing = min(self._num_threads, len(calls)) - self._threads
         for _ in range(missing):
@@ -65,10 +72,10 @@ class Inline:
                 if one.started is None:
                     one.done.wait(CHECK_S)
                     continue
-                left_s = one.started + self._timeout_s - time.monotonic()
+                left_s = one.started + self._timeout_s * len(one.rollouts) - time.monotonic()
                 if left_s <= 0 or not one.done.wait(left_s):
                     self._abandon(one)
-        return [one.answer for one in calls]
+        return [answer for one in calls for answer in one.answers]
 
     def close(self) -> None:
         with self._lock:
@@ -87,11 +94,11 @@ class Inline:
     def _run(self) -> None:
         while (one := self._calls.get()) is not None:
             one.started = time.monotonic()
-            answer = call(self._reward, one.rollout, lambda awaitable, one=one: self._wait(awaitable, one))
+            answers = call(self._reward, one.rollouts, lambda awaitable, one=one: self._wait(awaitable, one))
             with self._lock:
-                if one.answer is not None:  # abandoned: another thread is at work already
+                if one.answers is not None:  # abandoned: another thread is at work already
                     return
-                one.answer = answer
+                one.answers = answers
             one.done.set()
 
     def _wait(self, awaitable: Awaitable[Any], one: _Call) -> Any:
@@ -107,9 +114,11 @@ class Inline:
 
     def _abandon(self, one: _Call) -> None:
         with self._lock:
-            if one.answer is not None:
+            if one.answers is not None:
                 return
-            one.answer = Answer(None, f"TimeoutError: no answer within {self._timeout_s:g} s; the call was abandoned in its thread")
+            limit_s = self._timeout_s * len(one.rollouts)
+            text = f"TimeoutError: no answer within {limit_s:g} s; the call was abandoned in its thread"
+            one.answers = [Answer(None, text)] * len(one.rollouts)
             self._threads -= 1
             loop = self._loop
         one.done.set()

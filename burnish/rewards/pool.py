@@ -7,13 +7,19 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from burnish.ref import RefError
 from burnish.rewards.call import Answer, describe, stop_in_worker
 from burnish.rewards.inline import Inline
 from burnish.rewards.process import CHECK_S, Died, Process, Setting, Start
+from burnish.rewards.steps import Decode, last_tokens
 from burnish.rewards.wire import dump_line, dump_rollout
 from burnish.types import Rollout, Scored
 
@@ -22,9 +28,32 @@ IN_FLIGHT_S = 0.02
 MIN_CALL_S = 1e-5
 
 
+class Norm(Protocol):
+    """Running statistics of one reward's scores, such as algorithms.running.RunningNorm."""
+
+    def update(self, value: Tensor) -> None: ...
+
+    def normalize(self, value: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How scores become a reward. norms: by reward name; `learns`: their statistics take in the scores first.
+
+    decode: the policy's tokens to their text; rewards of steps need it.
+    """
+
+    decode: Decode | None = None
+    norms: Mapping[str, Norm] = field(default_factory=dict)
+    learns: bool = False
+
+
+PLAIN = Reading()
+
+
 def reward_name(reward: Setting) -> str:
-    """The function's name: the key of scores, errors and metrics."""
-    return reward.fn.path.rpartition(":")[2]
+    """The key of scores, errors and metrics: the name that it was given, or the function's."""
+    return reward.name or reward.fn.path.rpartition(":")[2]
 
 
 class RewardPool:
@@ -59,7 +88,7 @@ class RewardPool:
             raise ValueError(f"workers is {workers}; it must be at least 1")
         if twice := [name for name, count in Counter(self._names).items() if count > 1]:
             paths = [r.fn.path for r, name in zip(self._rewards, self._names, strict=True) if name == twice[0]]
-            raise RefError(f"two rewards are called {twice[0]!r}: {paths}; scores are kept by function name, so rename one")
+            raise RefError(f"two rewards are called {twice[0]!r}: {paths}; scores are kept by name, so give one a name")
         self._isolated = [i for i, r in enumerate(self._rewards) if r.isolate]
         self._inline = {i: Inline(r.fn, timeout_s=r.timeout_s) for i, r in enumerate(self._rewards) if not r.isolate}
         self._queue, self._drivers = _Queue(), []
@@ -69,7 +98,7 @@ class RewardPool:
             start = Start.of(isolated, timeout_s=start_timeout_s, memory_gib=memory_gib, log=log)
             self._start_workers(start, workers, [r.timeout_s for r in isolated])
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+    def score(self, rollouts: Sequence[Rollout], reading: Reading = PLAIN) -> list[Scored]:
         """One Scored a rollout, in their order. Returns when all are scored or have failed."""
         if not self._close.alive:
             raise RuntimeError("the reward pool is closed")
@@ -83,7 +112,11 @@ class RewardPool:
         if jobs:
             latch.wait()
             answers |= {reward: [job.answers[place] for job in jobs] for place, reward in enumerate(self._isolated)}
-        return [self._scored(rollout, [answers[i][n] for i in range(len(self._rewards))]) for n, rollout in enumerate(rollouts)]
+        values = [_normalized(answers[i], reading.norms.get(name), learns=reading.learns) for i, name in enumerate(self._names)]
+        return [
+            self._scored(rollout, [answers[i][n] for i in range(len(values))], [column[n] for column in values], reading.decode)
+            for n, rollout in enumerate(rollouts)
+        ]
 
     def close(self) -> None:
         """Kill the workers; calls in progress end as not scored. Safe to call twice. Also done when the pool is collected."""
@@ -95,17 +128,38 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Scored:
+    def _scored(self, rollout: Rollout, answers: Sequence[Answer], values: Sequence[Answer], decode: Decode | None) -> Scored:
+        """`values` are the answers as they are weighed, `answers` as they were given."""
         scores = {name: answer.score for name, answer in zip(self._names, answers, strict=True)}
-        errors = {name: answer.error for name, answer in zip(self._names, answers, strict=True) if answer.error is not None}
+        errors = {name: value.error for name, value in zip(self._names, values, strict=True) if value.error is not None}
         if errors:
             return Scored(rollout, None, scores, errors)
-        weighed = [(r.cost, r.weight * score) for r, score in zip(self._rewards, scores.values(), strict=True)]
+        weighed = [(r.cost, r.weight * value.score) for r, value in zip(self._rewards, values, strict=True)]
         reward, cost = (math.fsum(value for is_cost, value in weighed if is_cost is kind) for kind in (False, True))
         for what, value in (("reward", reward), ("cost", cost)):
             if not math.isfinite(value):
                 return Scored(rollout, None, scores, {what: f"OverflowError: the weighted sum of {scores} is {value}"})
-        return Scored(rollout, float(reward), scores, cost=float(cost) if any(r.cost for r in self._rewards) else None)
+        try:
+            steps = self._steps(rollout, values, decode)
+        except ValueError as error:
+            return Scored(rollout, None, scores, {"steps": f"ValueError: {error}"})
+        return Scored(rollout, float(reward), scores, cost=float(cost) if any(r.cost for r in self._rewards) else None, steps=steps)
+
+    def _steps(self, rollout: Rollout, values: Sequence[Answer], decode: Decode | None) -> tuple[tuple[int, float], ...]:
+        """Rewards of steps, by the step's last token. Beside them a reward of the whole rollout stands at its last sampled token."""
+        parts = [(r.weight, value) for r, value in zip(self._rewards, values, strict=True) if not r.cost]
+        if not any(value.steps for _, value in parts):
+            return ()
+        if decode is None:
+            raise ValueError("a reward gave rewards of steps, and nobody said how the policy's tokens decode (Reading.decode)")
+        last = max((at for at, sampled in enumerate(rollout.sampled) if sampled), default=-1)
+        at_token: dict[int, float] = {}
+        for weight, value in parts:
+            ends = last_tokens(rollout, [end for end, _ in value.steps], decode) if value.steps else [last]
+            amounts = [amount for _, amount in value.steps] if value.steps else [value.score]
+            for at, amount in zip(ends, amounts, strict=True):
+                at_token[at] = at_token.get(at, 0.0) + weight * amount
+        return tuple(sorted(at_token.items()))
 
     def _start_workers(self, start: Start, workers: int, limits_s: Sequence[float]) -> None:
         self._drivers += [_Driver(self._queue, start, limits_s) for _ in range(workers)]
@@ -116,6 +170,19 @@ class RewardPool:
         if failed := next((d.failed for d in self._drivers if d.failed is not None), None):
             self.close()
             raise failed
+
+
+def _normalized(answers: Sequence[Answer], norm: Norm | None, *, learns: bool) -> list[Answer]:
+    if norm is None:
+        return list(answers)
+    if any(answer.steps for answer in answers):
+        text = "ValueError: the reward gave rewards of steps, which are not normalised; remove `normalize` from it"
+        return [Answer(None, text) if answer.steps else answer for answer in answers]
+    known = torch.tensor([answer.score for answer in answers if answer.score is not None], dtype=torch.float64)
+    if learns:
+        norm.update(known)
+    scores = iter(norm.normalize(known).tolist())
+    return [answer if answer.score is None else Answer(next(scores)) for answer in answers]
 
 
 class _Latch:
@@ -277,7 +344,7 @@ class _Driver(threading.Thread):
         else:
             self._running = None
             self._call_s = max(MIN_CALL_S, 0.9 * self._call_s + 0.1 * (now - self._since))   # answers may arrive in the same read
-            head.answer(message[1], Answer(message[2], message[3]))
+            head.answer(message[1], Answer(message[2], message[3], tuple((end, amount) for end, amount in message[4])))
             if not head.todo:
                 self._flight.popleft()
         self._since = now

@@ -27,6 +27,7 @@ class Setting(Protocol):
     """What the pool reads of a config.Reward."""
 
     fn: Ref
+    name: str | None
     weight: float
     timeout_s: float
     isolate: bool

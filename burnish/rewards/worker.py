@@ -1,7 +1,7 @@
 """The child process that calls rewards: `python -m burnish.rewards.worker`, JSON lines in and out.
 
 In:   one line that describes the start, then {"id", "do": [reward indices], "rollout"} a line.
-Out:  {"ready": true} or {"failed": text}; then [id, index] when a call starts and [id, index, score, error] when it ends.
+Out:  {"ready": true} or {"failed": text}; then [id, index] when a call starts and [id, index, score, error, steps] when it ends.
 What the rewards print goes to stderr. Imports no torch unless a reward does.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     start = json.loads(requests.readline())
     _prepare(start)
     try:
-        rewards = [(_bind(Ref(r["path"], r["values"])), float(r["timeout_s"])) for r in start["rewards"]]
+        rewards = [(_bind(Ref(r["path"], r["values"])).load(), float(r["timeout_s"])) for r in start["rewards"]]
     except BaseException as error:  # SystemExit of a script that reads its arguments, too
         send({"failed": str(error) if isinstance(error, RefError) else describe(error)})
         os._exit(1)
@@ -39,9 +39,9 @@ def main() -> None:
             reward, timeout_s = rewards[index]
             send([request["id"], index])
             _arm(timeout_s + ORPHAN_GRACE_S)
-            answer = call(reward, rollout, _wait)
+            answer, = call(reward, [rollout], _wait)
             _arm(0)
-            send([request["id"], index, answer.score, answer.error])
+            send([request["id"], index, answer.score, answer.error, answer.steps])
     os._exit(0)  # threads that a reward left behind must not keep the process
 
 
