@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from burnish.config.settings import METHODS
 from burnish.monitor.ledger import total
 from burnish.monitor.live import duration
 from burnish.monitor.metrics import METRICS
@@ -122,16 +123,18 @@ def _state(data: RunData) -> dict[str, str]:
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
     settings, run, summary = data.settings, data.run, data.summary or {}
-    train, algo, model = settings.get("train", {}), settings.get("algo", {}), settings.get("model", {})
+    train, model = settings.get("train", {}), settings.get("model", {})
+    method = next((settings[name] for name in METHODS if settings.get(name)), {})
     facts: list[tuple[str, Any]] = [
         ("model", run.get("model") or model.get("path") or _scratch(model)),
         ("parameters", _parameters(run)),
         ("adapters", f"LoRA, rank {model['lora'].get('rank', '?')}" if model.get("lora") else None),
-        ("tasks", _ref(settings.get("tasks", {}).get("source"))),
+        ("tasks", _ref((settings.get("tasks") or {}).get("source"))),
+        ("answers", _ref((settings.get("data") or {}).get("source"))),
         ("train / held out", f"{run['train_tasks']:,} / {run['held_out_tasks']:,} tasks" if "train_tasks" in run else None),
         ("rewards", ", ".join(filter(None, (_ref(reward.get("fn")) for reward in settings.get("rewards", []))))),
-        ("loss", _ref(algo.get("loss"))),
-        ("advantage", _ref(algo.get("advantage"))),
+        ("loss", _ref(method.get("loss") or method.get("divergence"))),
+        ("advantage", _ref(method.get("advantage"))),
         ("a step", _a_step(train)),
         ("learning rate", settings.get("optim", {}).get("lr")),
         ("seed", settings.get("seed")),
@@ -165,7 +168,9 @@ def _ref(raw: Any) -> str | None:
 
 
 def _a_step(train: Mapping[str, Any]) -> str | None:
-    if "prompts_per_step" not in train or "samples_per_prompt" not in train:
+    if train.get("examples_per_step"):
+        return f"{train['examples_per_step']} written answers"
+    if not train.get("prompts_per_step") or not train.get("samples_per_prompt"):
         return None
     return f"{train['prompts_per_step']} prompts x {train['samples_per_prompt']} samples"
 

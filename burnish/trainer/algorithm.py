@@ -185,6 +185,8 @@ class Algorithm:
             tally.add("train/kl_cur_ref_nats", columns["divergence"].sum(), count)
         elif "logp_ref" in columns:
             tally.add("train/kl_cur_ref_nats", k3(columns["logp_cur"], columns["logp_ref"]).sum(), count)
+        if "logp_teach" in columns:
+            tally.add("train/kl_cur_teach_nats", k3(columns["logp_cur"], columns["logp_teach"]).sum(), count)
         inner = getattr(self.loss, "func", self.loss)
         if (clipped := getattr(inner, "clipped", None)) is not None:
             hit = clipped(**{name: columns[name] for name in self.columns}, **getattr(self.loss, "keywords", {}))
