@@ -16,9 +16,10 @@ from burnish.algorithms.returns import EmaBaseline
 from burnish.api.session import Place, Session
 from burnish.config import Algo, Sampling
 from burnish.models.heads import Scorer
-from burnish.models.load import load, load_scorer
+from burnish.models.load import ModelError, load, load_scorer
 from burnish.models.policy import Policy
 from burnish.plan.preflight import ROOMS
+from burnish.plan.teachers import vocabulary_gap
 from burnish.ref import parameters
 from burnish.rollout import Kept, KlReward, Visit, assemble, keep, run_groups
 from burnish.rollout.batch import GROUP_COLUMNS, STEP_COLUMNS, names_of
@@ -36,7 +37,8 @@ from burnish.trainer import (
     train_step,
     values_of,
 )
-from burnish.types import Batch, Group, Row
+from burnish.trainer.precision import DTYPES
+from burnish.types import Batch, Group, Rollout, Row
 
 REDUCE_ARGS = ("loss", "mask", "num_tokens", "num_rollouts")
 
@@ -242,12 +244,16 @@ class PolicyGradient:
 
 
 def teachers_of(session: Session) -> Teachers:
-    """The teachers of the settings, loaded and frozen."""
-    s = session.settings
-    policies = []
-    for teacher in s.distill.teachers:
+    """The teachers of the settings, loaded and frozen, each in the dtype it computes in. ModelError where their tokens are not the policy's."""
+    s, policies = session.settings, []
+    for i, teacher in enumerate(s.distill.teachers):
         session.live.status("loading a teacher")
-        module = load(teacher.model, seed=s.seed).module.requires_grad_(False)
+        loaded = load(teacher.model, seed=s.seed)
+        if gap := vocabulary_gap(session.loaded.tokenizer.get_vocab(), loaded.tokenizer.get_vocab()):
+            raise ModelError(f"distill.teachers.{i}.model: {gap}")
+        module = loaded.module.requires_grad_(False)
+        for p in module.parameters():
+            p.data = p.data.to(DTYPES[teacher.model.dtype])
         policies.append(Policy(module.to(session.state.policy.device)))
     return Teachers(policies, [teacher.weight for teacher in s.distill.teachers])
 
