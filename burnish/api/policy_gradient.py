@@ -244,7 +244,7 @@ class PolicyGradient:
 
 
 def teachers_of(session: Session) -> Teachers:
-    """The teachers of the settings, loaded and frozen, each in the dtype it computes in. ModelError where their tokens are not the policy's."""
+    """The teachers of the settings, frozen, each in the dtype it computes in. ModelError for one whose tokens are not the policy's."""
     s, policies = session.settings, []
     for i, teacher in enumerate(s.distill.teachers):
         session.live.status("loading a teacher")
