@@ -7,6 +7,7 @@ from typing import Any
 from burnish.api.answers import Answers
 from burnish.api.distillation import Distillation
 from burnish.api.policy_gradient import PolicyGradient
+from burnish.api.preferences import Preferences
 from burnish.api.session import Method, Session
 from burnish.api.supervised import Supervised
 from burnish.api.sync import Sync
@@ -40,4 +41,7 @@ def make_method(session: Session) -> Method:
     if s.distill is not None:
         learner = Distillation(session)
         return Sync(session, learner) if s.loop == "sync" else Answers(session, learner, prepare=learner.answer)
+    if s.preference is not None:
+        learner = Preferences(session)
+        return Sync(session, learner) if s.loop == "sync" else Answers(session, learner)
     raise NotImplementedError(s.loop)

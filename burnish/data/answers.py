@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from burnish.data.answer_pairs import jsonl_pairs, jsonl_ratings, pairs_of_tasks, ratings_of_tasks, transcripts
 from burnish.data.jsonl import as_chat, as_prompt, field_of, kind_of, prompt_of, rows_of
 from burnish.data.tasks import Split, answer_id, canonical, lowest
 from burnish.ref import Ref
 from burnish.types import Example, Pair, Prompt, Rated, Task
+
+__all__ = [
+    "jsonl", "jsonl_pairs", "jsonl_ratings", "of_tasks", "pairs_of_tasks", "ratings_of_tasks", "split_answers", "transcripts",
+]
 
 Answer = Example | Pair | Rated
 

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from burnish.chat.template import encode_prompt, end_token_ids
+from burnish.chat.template import encode_answer, encode_prompt, end_token_ids
 from burnish.config import Environment, EvalSampling, Sampling, Settings
 from burnish.config.errors import SettingsError
-from burnish.data.answers import split_answers
+from burnish.data.answers import TEXTS, split_answers
 from burnish.data.tasks import Split, digest, split
 from burnish.models.load import Facts, ModelError, load_tokenizer
 from burnish.models.load import inspect as inspect_model
+from burnish.plan.preferences import learns_from_single, problems_of_preference
 from burnish.plan.references import ROOMS, part, problems_of_pairs, problems_of_references, raised, room_of
+from burnish.plan.teachers import problems_of_teachers
 from burnish.ref import Ref
-from burnish.types import Example, Pair, Rated, Task
+from burnish.types import Example, Pair, Prompt, Rated, Task
 
 __all__ = ["ROOMS", "Checked", "check", "environments", "examine"]
 
@@ -59,7 +61,8 @@ def check(settings: Settings) -> list[str]:
 
 def examine(settings: Settings) -> Checked:
     """As check, with what was learnt. Imports every part, makes the tasks, reads the model's configuration, loads no weights."""
-    problems = [*problems_of_references(settings), *problems_of_pairs(settings)]
+    looks = (problems_of_references, problems_of_preference, problems_of_pairs, problems_of_teachers)
+    problems = [problem for look in looks for problem in look(settings)]
     tasks = {e.name: _attempt(problems, partial(_tasks, settings), e) for e in environments(settings)}
     answers = _attempt(problems, _answers, settings) if settings.data is not None else None
     model = _attempt(problems, _model, settings)
@@ -125,12 +128,18 @@ def _tasks(s: Settings, e: Environment) -> Split:
 
 
 def _answers(s: Settings) -> Split:
-    kinds = {"sft": (Example,), "distill": (Example,), "preference": (Pair, Rated), "reward_model": (Pair, Rated)}[s.loop]
+    single = s.preference is not None and learns_from_single(s.preference)
+    kinds = {
+        "sft": (Example,), "distill": (Example,), "preference": (Rated,) if single else (Pair,), "reward_model": (Pair, Rated),
+    }[s.loop]
     made = _made("data.source", s.data.source, kinds)
     try:
         found = split_answers(made, kinds=kinds, held_out=s.data.held_out, seed=s.seed)
     except (ValueError, TypeError) as error:
         raise _Refused(f"data: {error}") from error
+    if single and (unknown := sum(item.wanted is None for item in (*found.train, *found.held_out))):
+        loss = s.preference.losses[0].fn.path
+        raise _Refused(f"data: {unknown} entries of {s.data.source.path} do not say whether they are wanted, and {loss} needs that")
     if len(found.train) < s.train.examples_per_step:
         raise _Refused(
             f"data: {s.data.source.path} leaves {len(found.train)} to train on, but one step takes "
@@ -162,19 +171,22 @@ def _fit(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: 
     samples = s.loop == "sync" or (s.distill is not None and s.distill.on_policy_frac > 0)
     held_out = any(one.held_out for one in tasks.values())
     samplings = {**({"sampling": s.sampling} if samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if held_out else {})}
+    ends = samplings | ({"evaluate.sampling": s.evaluate.sampling} if answers is not None else {})
     tokenizer = load_tokenizer(s.model)
     longest = 0
     if tokenizer is None:
-        if model.end_token is None and any(one.end_tokens is None for one in samplings.values()):
+        if model.end_token is None and any(one.end_tokens is None for one in ends.values()):
             yield f"sampling.end_tokens: {model.source} names no end token; name the tokens that end a turn"
     else:
-        for name, sampling in samplings.items():
+        for name, sampling in ends.items():
             yield from _end_tokens(name, sampling, tokenizer)
         try:
-            longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in _some(prompts))
+            longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in _some(prompts, _chars))
         except ValueError as error:
-            yield f"tasks: a prompt cannot be encoded: {error}"
+            yield f"{'tasks' if answers is None else 'data'}: a prompt cannot be encoded: {error}"
             return
+        if answers is not None:
+            yield from _written(s, [*answers.train, *answers.held_out], tokenizer, model)
     for name, sampling in samplings.items():
         if longest + sampling.max_new_tokens > model.context_tokens or sampling.max_new_tokens == model.context_tokens:
             room = model.context_tokens - longest
@@ -193,14 +205,31 @@ def _end_tokens(name: str, sampling: Sampling, tokenizer: Any) -> Iterator[str]:
         yield str(error).replace("sampling.end_tokens", f"{name}.end_tokens")
 
 
-def _some(prompts: Sequence[Any]) -> list[Any]:
-    """All prompts, or of many the longest in characters and as many spread over the rest."""
-    if len(prompts) <= MAX_ENCODED:
-        return list(prompts)
-    def chars(prompt: Any) -> int:
-        return len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt)
+def _written(s: Settings, items: Sequence[Any], tokenizer: Any, model: Facts) -> Iterator[str]:
+    """Answers against the model: characters, and whether any is short enough to be learned."""
+    most = min(s.data.max_tokens or model.context_tokens, model.context_tokens)
+    if s.data.max_tokens is not None and s.data.max_tokens > model.context_tokens:
+        yield f"data.max_tokens is {s.data.max_tokens}, but {model.source} has a context of {model.context_tokens} tokens; lower it"
+    texts = [(item.prompt, getattr(item, name)) for item in items for name in TEXTS[type(item)]]
+    try:
+        lengths = [len(encode_answer(tokenizer, *text, end=0)[0]) for text in _some(texts, lambda text: _chars(text[0]) + len(text[1]))]
+    except ValueError as error:
+        yield f"data: an answer cannot be encoded: {error}"
+        return
+    if min(lengths) > most:
+        what = "data.max_tokens" if s.data.max_tokens else f"the context of {model.source}"
+        yield f"data: with their prompts all answers are longer than {what}, {most} tokens; the shortest looked at has {min(lengths)}"
 
-    by_length = sorted(prompts, key=chars, reverse=True)
+
+def _chars(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt)
+
+
+def _some(items: Sequence[Any], chars: Callable[[Any], int]) -> list[Any]:
+    """All items, or of many the longest in characters and as many spread over the rest."""
+    if len(items) <= MAX_ENCODED:
+        return list(items)
+    by_length = sorted(items, key=chars, reverse=True)
     half = MAX_ENCODED // 2
     rest = by_length[half:]
     return by_length[:half] + rest[:: max(len(rest) // half, 1)]
