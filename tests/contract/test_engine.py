@@ -51,13 +51,13 @@ def test_log_probs_are_those_of_the_trainer(make_tiny, name, sampling):
     asked = requests(loaded)
     done = engine_of(loaded).generate(asked, sampling)
     rows = [
-        Row(r.tokens + c.tokens, (False,) * len(r.tokens) + (True,) * len(c.tokens), (0.0,) * len(r.tokens) + c.logp_gen, None, 0.0, 0.0)
+        Row(r.tokens + c.tokens, (False,) * len(r.tokens) + (True,) * len(c.tokens), {"logp_gen": (0.0,) * len(r.tokens) + c.logp_gen})
         for r, c in zip(asked, done, strict=True)
     ]
     trainer = score_rows(state_of(loaded).policy, rows, sampling=sampling, tokens_per_micro_batch=10_000)
     for row, logp in zip(rows, trainer, strict=True):
-        assert logp == pytest.approx(row.logp_gen, abs=1e-4)
-    assert all(x <= 0 for row in rows for x in row.logp_gen)
+        assert logp == pytest.approx(row.columns["logp_gen"], abs=1e-4)
+    assert all(x <= 0 for row in rows for x in row.columns["logp_gen"])
 
 
 @pytest.mark.parametrize("name", NAMES)

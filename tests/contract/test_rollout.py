@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from parts import engine_of
+from parts import adv_of, engine_of
 
 from burnish.algorithms.advantages import center, leave_one_out, reward_itself, standardize
 from burnish.chat.template import encode_prompt, encode_reply
@@ -15,7 +15,7 @@ from burnish.engines import Abilities, Completion
 from burnish.envs import Reply, single_turn
 from burnish.ref import Ref
 from burnish.rewards.pool import RewardPool
-from burnish.rollout import Visit, assemble, keep, run_group, run_groups, summarize
+from burnish.rollout import KlReward, Visit, assemble, keep, run_group, run_groups, summarize
 from burnish.trainer.columns import collate, micro_batches
 from burnish.types import Group, Rollout, Scored, Task
 
@@ -102,7 +102,7 @@ def test_what_the_engine_wrote_reaches_the_trainer_untouched(tiny_llama):
     groups = run_groups([Visit(t) for t in tasks()], **parts(tiny_llama, engine=engine, env=Twice))
     batch = assemble(keep(groups).groups, advantage=standardize)
     sampled = sorted(
-        tuple((t, lp) for t, lp, s in zip(r.tokens, r.logp_gen, r.sampled, strict=True) if s) for r in batch.rows
+        tuple((t, lp) for t, lp, s in zip(r.tokens, r.columns["logp_gen"], r.mask, strict=True) if s) for r in batch.rows
     )
     half = len(written) // 2
     expected = sorted(
@@ -114,7 +114,7 @@ def test_what_the_engine_wrote_reaches_the_trainer_untouched(tiny_llama):
         micro = collate(batch.rows, index, device=device)
         for b, i in enumerate(index):
             row = batch.rows[i]
-            assert micro.token_BT[b, micro.mask_BT[b]].tolist() == [t for t, s in zip(row.tokens, row.sampled, strict=True) if s]
+            assert micro.token_BT[b, micro.mask_BT[b]].tolist() == [t for t, s in zip(row.tokens, row.mask, strict=True) if s]
             assert not micro.mask_BT[b, len(row.tokens) :].any()
 
 
@@ -209,7 +209,7 @@ def group_with(*rewards):
 def test_a_missing_reward_is_left_out_of_the_baseline():
     kept = keep([group_with(1.0, None, 0.0, 2.0)])
     batch = assemble(kept.groups, advantage=center)
-    assert [row.adv for row in batch.rows] == [0.0, -1.0, 1.0]
+    assert [adv_of(row) for row in batch.rows] == [0.0, -1.0, 1.0]
     assert (batch.num_tokens, batch.num_rollouts) == (3, 3)
 
 
@@ -222,12 +222,15 @@ def test_constant_groups_are_kept_or_dropped_by_choice():
 
 
 def test_a_kl_penalty_comes_before_the_baseline():
-    batch = assemble([group_with(1.0, 0.0)], advantage=leave_one_out, kl_penalty=[0.25, 0.0], logp_ref=[(0.0, -2.0), (0.0, -3.0)])
-    assert [row.adv for row in batch.rows] == pytest.approx([0.75, -0.75])
-    assert [row.reward for row in batch.rows] == [1.0, 0.0]
-    assert batch.rows[1].logp_ref == (0.0, -3.0)
-    with pytest.raises(ValueError, match="3 entries for 2 rollouts"):
-        assemble([group_with(1.0, 0.0)], advantage=center, kl_penalty=[0.0] * 3)
+    group = group_with(1.0, 0.0)
+    gen = group.scored[0].rollout.logp_gen[-1]
+    ref = [(0.0, gen - 0.25), (0.0, gen)]
+    batch = assemble([group], advantage=leave_one_out, kl=KlReward("k1", 1.0), logp_ref=ref)
+    assert [adv_of(row) for row in batch.rows] == pytest.approx([0.75, -0.75])
+    assert [row.numbers["reward"] for row in batch.rows] == [1.0, 0.0]
+    assert batch.rows[1].columns["logp_ref"] == ref[1]
+    with pytest.raises(ValueError, match="logp_ref has 3 entries for 2 rollouts"):
+        assemble([group], advantage=center, kl=KlReward("k1", 1.0), logp_ref=[*ref, ref[0]])
 
 
 def test_advantages_by_hand():

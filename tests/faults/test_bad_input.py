@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-import burnish.api
+import burnish.api.trainer
 from burnish.cli import app
 
 RECIPE = """\
@@ -52,7 +52,7 @@ def test_refused_with_a_text_that_helps(case, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def wrong(completion): return 1.0\ndef nothing(): return []\ndef loss(logp_cur, values): return logp_cur\n"
     )
-    monkeypatch.setattr(burnish.api, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(burnish.api.trainer, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     recipe = "from-scratch-tny" if change == "none" else str(tmp_path / "mine.yaml")
     args = [part for text in sets for part in ("--set", text.replace("TMP", str(tmp_path)))]
     done = CliRunner().invoke(app, ["train", recipe, "--out", str(tmp_path / "run"), *args])

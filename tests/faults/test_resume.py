@@ -85,7 +85,8 @@ def killing(*a, **k):
     return true(*a, **k)
 setattr(owner, last, killing)
 for module in list(sys.modules.values()):
-    if module.__name__.startswith("burnish") and getattr(module, last, None) is true: setattr(module, last, killing)
+    if module.__name__.startswith("burnish"):
+        for name in [name for name, value in vars(module).items() if value is true]: setattr(module, name, killing)
 burnish.api.Trainer(load_recipe(settings), out=folder).run()
 """
 
@@ -218,7 +219,7 @@ def test_a_resumed_run_notices_that_its_tasks_are_others(tmp_path, monkeypatch):
     monkeypatch.setenv("NUM_TASKS", "60")
     run(tmp_path / "run", changes)
     monkeypatch.setenv("NUM_TASKS", "90")
-    with pytest.raises(ValueError, match=r"the tasks are not those that .* was trained on"):
+    with pytest.raises(ValueError, match=r"the data is not what .* was trained on"):
         run(tmp_path / "run", {**changes, "train.steps": 6}, resume=True)
     monkeypatch.setenv("NUM_TASKS", "60")
     run(tmp_path / "run", {**changes, "train.steps": 6}, resume=True)

@@ -4,11 +4,10 @@ import json
 import math
 import pickle
 import random
-from pathlib import Path
 
 import pytest
 
-from burnish.monitor.metrics import METRICS, Pool, metric
+from burnish.monitor.metrics import METRICS, Pool
 from burnish.monitor.writer import MetricsWriter, read_metrics
 
 # (log-ratio, weight of the token) of seven sampled tokens; ranks and micro-batches of unequal size
@@ -91,21 +90,3 @@ def test_every_metric_is_declared_once_with_a_unit_in_its_name():
         assert name == declared.name and declared.meaning
         if declared.unit:
             assert units[declared.unit] in name, name
-    assert metric("rollout/score_exact_match_mean").reduction == "mean"
-    for wrong in ("rollout/rewrd_mean", "rollout/score_mean"):
-        with pytest.raises(KeyError, match=r"metrics\.py"):
-            metric(wrong)
-
-
-def test_metric_names_in_the_package_are_declared():
-    """A misspelt name would start a curve of its own: every stage/quantity literal in the code must be declared."""
-    import re
-
-    import burnish
-
-    root = Path(next(iter(burnish.__path__)))
-    stages = "|".join(sorted({name.partition("/")[0] for name in METRICS}))
-    literal = re.compile(rf"[\"'](({stages})/[a-z0-9_]+)[\"']")
-    used = {name for path in root.rglob("*.py") for name, _ in literal.findall(path.read_text(encoding="utf-8"))}
-    assert used >= {"train/lr", "eval/accuracy_frac"}
-    assert sorted(name for name in used if name not in METRICS and not name.startswith("rollout/score_")) == []
