@@ -56,6 +56,13 @@ class _Part:
     entropy: tuple[EntropyTerm, EntropyController | None] | None
     baseline: EmaBaseline | None
 
+    @property
+    def wants_ref(self) -> bool:
+        """Log-probs of the reference at the sampled tokens; the exact KL compares whole distributions instead."""
+        if "logp_ref" in self.objective.columns:
+            return True
+        return self.kl is not None and (not self.objective.against or self.kl.target_nats is not None)
+
 
 class PolicyGradient:
     """A learner of loop sync."""
@@ -73,7 +80,8 @@ class PolicyGradient:
         if (c := s.constraint) is not None:
             self.constraint = session.controls["constraint"] = PidMultiplier(c.limit, c.kp, c.ki, c.kd, max_multiplier=c.max_multiplier)
         self.parts = {name: self._part(name, algo) for name, algo in self.algos.items()}
-        self.mean_cost: float | None = None
+        self.costs: list[float] = []           # of the rollouts of this step
+        self.left_out = 0                      # of them, those that were kept and made no row
         self.step = partial(train_step, session.state, stop_at_kl_nats=_one_stop(self.algos.values()), **session.step_values())
 
     def keeping(self, place: Place) -> tuple[Callable[[Sequence[Group]], Kept], int]:
@@ -86,13 +94,14 @@ class PolicyGradient:
         """Advantages, with what they and the objective need of the reference, teachers, critic and greedy answers."""
         part, kl = self.parts[place.name], self.algos[place.name].kl
         names = names_of(part.advantage)
+        kept = [item.rollout for g in groups for item in g.scored]
         greedy = None
         if "greedy_reward" in names:
             groups, greedy = self._greedy(place, groups)
         rollouts = [item.rollout for g in groups for item in g.scored]
         rows = [Row(r.tokens, r.sampled) for r in rollouts]
         given: dict[str, Any] = {}
-        if self.reference is not None and (kl is not None or "logp_ref" in part.objective.columns):
+        if part.wants_ref:
             self.session.live.status("scoring with the reference")
             given["logp_ref"] = self.reference.score(rows, **self._sized)
         if self.teachers is not None and ("logp_teach" in names or "logp_teach" in part.objective.columns):
@@ -107,19 +116,16 @@ class PolicyGradient:
             given["baseline"] = part.baseline.value if part.baseline.value is not None else mean
             if mean is not None:
                 part.baseline.update(mean)
-        multiplier = None
         if self.constraint is not None:
-            costs = [item.cost for g in groups for item in g.scored]
-            if costs:
-                self.mean_cost = sum(costs) / len(costs)
-                self.constraint.update(self.mean_cost)
-            multiplier = self.constraint.multiplier
-        return assemble(
+            self.costs += [item.cost for g in groups for item in g.scored]
+        batch = assemble(
             groups, advantage=part.advantage, normalize=part.normalize, greedy_reward=greedy,
             kl=KlReward(kl.estimator, part.kl.coef, kl.place == "token_reward") if kl and kl.place != "loss" else None,
-            length_penalty=part.length_penalty, multiplier=multiplier, drop_truncated=part.setting.truncated == "drop", algo=place.name,
-            **given,
+            length_penalty=part.length_penalty, multiplier=self.constraint.multiplier if self.constraint else None,
+            drop_truncated=part.setting.truncated == "drop", algo=place.name, **given,
         )
+        self.left_out += len(kept) - len(batch.rows)
+        return Batch(_numbered(batch.rows, rollouts, kept))
 
     def update(self, batch: Batch) -> dict[str, float]:
         state = self.session.state
@@ -133,11 +139,10 @@ class PolicyGradient:
         if self.critic_state is not None:
             metrics |= self._update_critic(batch)
         for name, part in self.parts.items():
-            metrics |= self._control(name, part, [row for row in batch.rows if row.algo == name], metrics)
+            metrics |= self._control(name, part, [] if warming else [row for row in batch.rows if row.algo == name], metrics)
         if self.constraint is not None:
-            metrics["train/constraint_multiplier"] = self.constraint.multiplier
-            if self.mean_cost is not None:
-                metrics["rollout/cost_mean"] = self.mean_cost
+            metrics |= self._constrain(frozen=warming)
+        metrics["rollout/left_out_count"], self.left_out = self.left_out, 0
         return metrics
 
     # parts
@@ -196,11 +201,12 @@ class PolicyGradient:
             return
         session.live.status("loading the critic")
         model = s.critic.model or s.model
-        self.critic_state = session.add_state("critic", load_scorer(model, seed=s.seed), kind=Scorer)
+        self.critic_state = session.add_state("critic", load_scorer(model, seed=s.seed), kind=Scorer, dtype=model.dtype)
         self.value_model = self.critic_state.policy
         reduce = s.algo.reduce.bind(provided=REDUCE_ARGS, room=ROOMS["algo.reduce"])
         self.critic_step = partial(
-            train_step, self.critic_state, algo=ValueObjective(self._value_loss(), reduce), **session.step_values(lr=s.critic.lr)
+            train_step, self.critic_state, algo=ValueObjective(self._value_loss(), reduce),
+            **session.step_values(lr=s.critic.lr) | {"dropout": bool(model.lora and model.lora.dropout)},
         )
 
     def _update_critic(self, batch: Batch) -> dict[str, float]:
@@ -222,10 +228,21 @@ class PolicyGradient:
         greedy = Sampling(**{**s.sampling.model_dump(), "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
         answers = run_groups(
             [Visit(g.task) for g in groups], sampling=greedy, samples_per_prompt=1, purpose="greedy",
-            progress=partial(self.session.live.status, "generating greedily"), **self.session.parts(place, rewards="normalized") | {"clock": None},
+            progress=partial(self.session.live.status, "generating greedily"),
+            **self.session.parts(place, rewards="normalized") | {"clock": None},
         )
         known = [(g, a.scored[0].reward) for g, a in zip(groups, answers, strict=True) if a.scored[0].reward is not None]
         return [g for g, _ in known], [reward for _, reward in known]
+
+    def _constrain(self, *, frozen: bool) -> dict[str, float]:
+        """The multiplier that the step was trained with, and its mean cost, which moves the multiplier of the next one."""
+        out = {"train/constraint_multiplier": self.constraint.multiplier}
+        if self.costs:
+            out["rollout/cost_mean"] = sum(self.costs) / len(self.costs)
+            if not frozen:
+                self.constraint.update(out["rollout/cost_mean"])
+        self.costs = []
+        return out
 
     def _control(self, name: str, part: _Part, rows: Sequence[Row], metrics: dict[str, float]) -> dict[str, float]:
         """What the controllers make of the step, and their values while it was trained."""
@@ -238,8 +255,8 @@ class PolicyGradient:
         if part.entropy is not None:
             term, control = part.entropy
             out[f"train/entropy_coef{tag}"] = term.coef
-            if control is not None and "train/entropy_nats" in metrics:
-                term.coef = control.update(metrics["train/entropy_nats"])
+            if control is not None and rows and f"train/entropy_nats{tag}" in metrics:
+                term.coef = control.update(metrics[f"train/entropy_nats{tag}"])
         return out
 
 
@@ -256,6 +273,15 @@ def teachers_of(session: Session) -> Teachers:
             p.data = p.data.to(DTYPES[teacher.model.dtype])
         policies.append(Policy(module.to(session.state.policy.device)))
     return Teachers(policies, [teacher.weight for teacher in s.distill.teachers])
+
+
+def _numbered(rows: Sequence[Row], made_of: Sequence[Rollout], kept: Sequence[Rollout]) -> tuple[Row, ...]:
+    """The rows with their places among all rollouts that were kept, where they were made of some of them."""
+    if len(made_of) == len(kept):
+        return tuple(rows)
+    place = {(r.task.id, r.sample): i for i, r in enumerate(kept)}
+    at = [place[r.task.id, r.sample] for r in made_of]
+    return tuple(replace(row, numbers={**row.numbers, "rollout": at[int(row.numbers["rollout"])]}) for row in rows)
 
 
 def _loss_columns(algo: Algo) -> set[str]:

@@ -154,7 +154,7 @@ class Session:
         """A model ready to train, whose weights and moments are saved and come back."""
         s = self.settings
         self.states[name] = make_state(
-            loaded.module, dtype=s.model.dtype, betas=s.optim.betas, eps=s.optim.eps, weight_decay=s.optim.weight_decay, **values
+            loaded.module, betas=s.optim.betas, eps=s.optim.eps, weight_decay=s.optim.weight_decay, **{"dtype": s.model.dtype, **values}
         )
         return self.states[name]
 

@@ -75,6 +75,7 @@ class Sync:
         )
         success = session.settings.evaluate.success_reward
         metrics = summarize(groups, kept, success_reward=success) | record.metrics
+        metrics["rollout/dropped_rollouts_count"] += record.metrics.get("rollout/left_out_count", 0)
         if any(self.learner.keeping(place)[1] for place in session.places):
             metrics["rollout/refill_rounds_count"] = sum(one.refills for one in record.gathered)
         if len(session.places) > 1:
