@@ -193,10 +193,13 @@ class Entropy(Strict):
     """A bonus for being undecided: -coef times the entropy, reduced as the loss is."""
 
     coef: NonNegativeFloat
+    """With target_nats what it starts from."""
     target_nats: PositiveFloat | None = None
     """Adapt the coefficient: it rises by delta in a step whose entropy is below this, falls by delta above, and is 0 meanwhile."""
     delta: PositiveFloat = 0.001
+    """By how much the coefficient moves in a step; used with target_nats."""
     max_coef: PositiveFloat = 0.05
+    """Where it stops; used with target_nats."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Entropy:
@@ -278,10 +281,15 @@ class Constraint(Strict):
     """Keep the mean cost of a step at or below `limit` by a multiplier that a PID controller moves (arXiv:2007.03964)."""
 
     limit: float
+    """What the mean cost of a step may be."""
     kp: NonNegativeFloat = 0.1
+    """Multiplier per unit of cost above the limit."""
     ki: NonNegativeFloat = 0.01
+    """Multiplier per unit of cost above the limit and step, added up."""
     kd: NonNegativeFloat = 0.0
+    """Multiplier per unit that the cost rose since the step before."""
     max_multiplier: PositiveFloat = 100.0
+    """Bound of the multiplier, and of its added-up part."""
 
 
 class Environment(Strict):
@@ -305,6 +313,7 @@ class Data(Strict):
     held_out: NonNegativeInt = 0
     """How many are kept for evaluation and never trained on. Equal prompts never stand on both sides."""
     shuffle: bool = True
+    """A new order each pass, drawn from the seed."""
     max_tokens: PositiveInt | None = None
     """Longest sequence, prompt and answer; none: the model's context. Longer ones are left out and counted."""
 
@@ -315,6 +324,7 @@ class Sft(Strict):
     loss: RefField = Ref("cross_entropy")
     """One number per token. Short names: burnish.algorithms.token_losses."""
     reduce: RefField = Ref("token_mean")
+    """Per-token losses to the loss of the step. Short names: burnish.algorithms.reduce."""
     best_of: PositiveInt | None = None
     """In loop sync: of each group's samples learn this many of the highest reward (rejection-sampling fine-tuning)."""
     min_reward: float | None = None
@@ -325,7 +335,9 @@ class Term(Strict):
     """One loss of a mixture."""
 
     fn: RefField
+    """One number per pair or answer. Short names: burnish.algorithms.preference_losses."""
     weight: PositiveFloat = 1.0
+    """What it is multiplied by in the sum."""
 
 
 class Preference(Strict):
@@ -336,6 +348,7 @@ class Preference(Strict):
     nll_coef: NonNegativeFloat = 0.0
     """Weight of the chosen answer's negative log-likelihood beside the losses."""
     nll_normalization: Literal["example_mean", "token_mean", "sequence_sum"] = "example_mean"
+    """Each answer's is divided by its own tokens, by the mean number of tokens of the step's chosen answers, or not at all."""
     length_alpha: Frac | None = None
     """LD-DPO (arXiv:2409.06411): weight of the tokens of the longer answer beyond the length of the shorter; none: 1."""
     weigh_by_policy: bool = False
@@ -385,11 +398,14 @@ class Distill(Strict):
     """Learn the distributions of one or several teachers, token by token."""
 
     teachers: Annotated[tuple[Teacher, ...], Field(min_length=1)]
+    """Frozen models with the policy's tokens."""
     divergence: RefField | None = Ref("generalized_jsd", {"beta": 0.5})
     """Of whole distributions. Short names: burnish.algorithms.divergences. None: the teachers are there for the algorithm's
     advantage (teacher_gap), by the log-probs of sampled tokens."""
     temperature: PositiveFloat = 1.0
+    """Divides the logits of both before they are compared; used with divergence."""
     reduce: RefField = Ref("token_mean")
+    """Per-token divergences to the loss of the step. Short names: burnish.algorithms.reduce."""
     on_policy_frac: Frac = 0.0
     """In loop distill: the share of steps whose answers the policy samples itself from the prompts (GKD's lambda)."""
 
@@ -405,6 +421,7 @@ class Distill(Strict):
 
 class Train(Strict):
     steps: PositiveInt
+    """Rounds of the loop."""
     prompts_per_step: PositiveInt | None = None
     """In loop sync; of all environments together where there are several."""
     samples_per_prompt: PositiveInt | None = None
