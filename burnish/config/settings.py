@@ -240,13 +240,20 @@ class Algo(Strict):
     baseline_decay: BelowOne = 0.9
     """Of the moving average of the mean reward, for an advantage that asks for `baseline` (minus_ema)."""
     stop_at_kl_nats: PositiveFloat | None = None
-    """Leave out the rest of a step's updates once the policy is this far, a token, from where the step began."""
+    """Leave out the rest of a step's updates once the policy is this far, a token, from where the step began. Of several environments'
+    the smallest holds for all, which train one policy."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Algo:
         if self.prox == "gen" and self.correction is not None:
             raise ValueError(
                 "prox: gen takes ratios to the sampler itself, which leaves nothing to correct; set correction: null, or prox: scored"
+            )
+        if self.prox == "interpolated" and self.correction is not None and (
+            self.correction.normalize or self.correction.denominator == "kept"
+        ):
+            raise ValueError(
+                "prox: interpolated saves the pass that correction.normalize and correction.denominator: kept need; use prox: scored"
             )
         if self.constant_groups != "refill" and self.refill_rounds != type(self).model_fields["refill_rounds"].default:
             raise ValueError("refill_rounds does nothing without constant_groups: refill; give both or neither")

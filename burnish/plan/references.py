@@ -192,6 +192,12 @@ def _advantage(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> I
             f"{place}.constant_groups is {a.constant_groups}, and {place}.advantage {path} has no group baseline: groups of equal rewards "
             "do teach something there; use keep"
         )
+    if a.constant_groups != "keep" and (s.constraint is not None or "scores" in names):
+        what = f"{place}.advantage {path} compares single scores" if "scores" in names else "there is a constraint"
+        yield (
+            f"{place}.constant_groups is {a.constant_groups}, and {what}: samples of equal reward still differ in their "
+            f"{'scores' if 'scores' in names else 'costs'}; use keep"
+        )
     if a.constant_groups != "keep" and a.kl is not None and a.kl.place != "loss":
         yield (
             f"{place}.constant_groups is {a.constant_groups}, and {place}.kl.place is {a.kl.place}: samples of equal reward still differ "

@@ -1,4 +1,4 @@
-"""What can be known of teachers before their weights are loaded."""
+"""What can be known of teachers and of a critic's own model before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from burnish.models.load import inspect as inspect_model
 
 def problems_of_teachers(s: Settings) -> Iterator[str]:
     """A model that is not there, or whose tokens are not the policy's."""
+    others = {f"distill.teachers.{i}.model": teacher.model for i, teacher in enumerate(s.distill.teachers if s.distill else ())}
+    if s.critic is not None and s.critic.model is not None:
+        others["critic.model"] = s.critic.model
     try:
-        own = load_tokenizer(s.model) if s.distill is not None else None
+        own = load_tokenizer(s.model) if others else None
     except ModelError:      # told where the policy is looked at
         own = None
-    for i, teacher in enumerate(s.distill.teachers if s.distill is not None else ()):
-        place, path = f"distill.teachers.{i}.model", teacher.model.path
+    for place, model in others.items():
+        path = model.path
         try:
-            inspect_model(teacher.model)
-            theirs = load_tokenizer(teacher.model)
+            inspect_model(model)
+            theirs = load_tokenizer(model)
         except ModelError as error:
             text = str(error)
             run = re.fullmatch(r"runs/([\w.-]+)/model/?", path or "")
@@ -32,11 +35,11 @@ def problems_of_teachers(s: Settings) -> Iterator[str]:
 
 
 def vocabulary_gap(own: Mapping[str, int], theirs: Mapping[str, int]) -> str | None:
-    """Why the teacher's log-probs of the policy's tokens would be those of other tokens; None where the two vocabularies are one."""
+    """Why what the other model gives for the policy's tokens would be meant for other tokens; None where the two vocabularies are one."""
     if own == theirs:
         return None
     token = min(own.items() ^ theirs.items(), key=lambda item: item[1])[0]
     return (
         f"its tokens are not those of the policy: {token!r} has the number {theirs.get(token, 'none')} there and {own.get(token, 'none')} "
-        "here; distributions are compared token by token, so the teacher must be a model with the policy's vocabulary"
+        "here; it reads the policy's tokens, so it must be a model with the policy's vocabulary"
     )
