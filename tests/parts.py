@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
+import pytest
 import torch
 
 from burnish.algorithms.policy_losses import ppo_clip
@@ -13,7 +14,7 @@ from burnish.algorithms.reduce import token_mean
 from burnish.config import Sampling
 from burnish.engines.native import NativeEngine
 from burnish.models.policy import Policy
-from burnish.trainer import Algorithm, TrainState, make_state
+from burnish.trainer import Algorithm, TrainState, make_state, train_step
 from burnish.trainer.columns import score_rows
 from burnish.types import Batch, Row
 
@@ -58,3 +59,28 @@ def on_policy(state: TrainState, rows: Sequence[Row]) -> Batch:
 
 def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: m.detach().clone() for name, m in state.weights.masters.items()}
+
+
+def gradients(state: TrainState, batch: Batch, algo, **values) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:
+    """The gradient of each update of a step, before clip and optimizer, with weights that stay; and the step's metrics."""
+    found = []
+
+    def note(state, finite, tally, **_):
+        found.append({n: m.grad.clone() for n, m in state.weights.masters.items() if m.grad is not None})
+        state.weights.clear_grads()
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("burnish.trainer.step._apply", note)
+        metrics = train_step(state, batch, algo, **{"sampling": PLAIN, "lr_of": lambda u: 1e-3, "clip_norm": 1.0, **values})
+    return found, metrics
+
+
+def assert_same_gradients(some, others, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """atol is a share of the largest element."""
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        assert one.keys() == other.keys()
+        largest = max(float(g.abs().max()) for g in other.values())
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=rtol, atol=atol * largest, msg=lambda m, name=name: f"{name}: {m}")
