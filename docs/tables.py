@@ -21,12 +21,11 @@ from pydantic_core import PydanticUndefined
 
 from burnish.config.presets import PRESETS
 from burnish.config.schema import place_of, section_of
-from burnish.plan.references import SCORE_ARGS
 from burnish.ref import Ref
 
 DOCS = Path(__file__).parent
 TABLE = re.compile(r"(<!-- table: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.S)
-BY_CALLER = {*SCORE_ARGS, "delta", "temperature", "num_pairs", "num_tokens", "num_rollouts"}
+BY_CALLER = {"margin", "temperature", "num_pairs", "num_tokens", "num_rollouts"}
 """Arguments by name that no recipe gives: the trainer does."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -57,7 +56,8 @@ def _functions(room: str) -> Iterator[str]:
     yield from _row("function", "takes", *(["looks at"] if mark else []), "values", "in short")
     yield from _rule(5 if mark else 4)
     for name, fn in functions_of(room).items():
-        given = [n for n, p in _parameters(fn).items() if p.kind is not p.KEYWORD_ONLY or n in BY_CALLER]
+        provided = {*BY_CALLER, *(["delta"] if getattr(fn, "running_delta", False) else [])}
+        given = [n for n, p in _parameters(fn).items() if p.kind is not p.KEYWORD_ONLY or n in provided]
         values = [f"{n}{'' if p.default is p.empty else f' = {_value(p.default)}'}" for n, p in _parameters(fn).items() if n not in given]
         looks = [yes if getattr(fn, mark, False) else no] if mark else []
         yield from _row(f"`{name}`", ", ".join(given), *looks, ", ".join(values), _text(inspect.getdoc(fn).partition("\n")[0]))
