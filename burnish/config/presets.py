@@ -183,7 +183,108 @@ POLICY_GRADIENTS = {
     ),
 }
 
-PREFERENCES: dict[str, Preset] = {}
+def _preference(*losses: dict[str, Any], loop: str = "preference", **others: Any) -> dict[str, Any]:
+    return {"loop": loop, "preference": {"losses": [{"fn": loss} for loss in losses], **others}}
+
+
+_DPO = _ref("sigmoid", beta=0.1)
+
+PREFERENCES: dict[str, Preset] = {
+    # the logistic loss of the difference of implied rewards
+    "dpo": Preset("The reward that the policy implies ranks the pairs, by a logistic loss.", "arXiv:2305.18290", _preference(_DPO)),
+    "cdpo": Preset(
+        "DPO for labels of which a share is wrong: the margin stops where that share says.", "Mitchell 2023",
+        _preference(_ref("sigmoid", beta=0.1, label_smoothing=0.1)),
+    ),
+    "robust_dpo": Preset(
+        "DPO for labels of which a share is wrong, unbiased by it and not bounded below.", "arXiv:2403.00409",
+        _preference(_ref("robust", beta=0.1, label_smoothing=0.1)),
+    ),
+    "dpo_norm": Preset(
+        "DPO of mean log-ratios a token, so that length does not count.", "Tulu 3, arXiv:2411.15124",
+        _preference(_ref("sigmoid_norm", beta=5.0)),
+    ),
+    "f_dpo": Preset(
+        "DPO with the Jensen-Shannon divergence in place of the KL.", "arXiv:2309.16240",
+        _preference(_ref("sigmoid", beta=0.1, f_divergence="js")),
+    ),
+    "rpo": Preset("DPO beside the likelihood of the chosen answers.", "arXiv:2405.16436", _preference(_DPO, nll_coef=1.0)),
+    "ld_dpo": Preset(
+        "DPO in which tokens past the shorter answer's length weigh half.", "arXiv:2409.06411", _preference(_DPO, length_alpha=0.5),
+    ),
+    "wpo": Preset(
+        "DPO whose pairs weigh by how probable they are under the policy.", "arXiv:2406.11827",
+        _preference(_ref("sigmoid", beta=0.01), weigh_by_policy=True),
+    ),
+    "tr_dpo": Preset(
+        "DPO whose reference moves towards the policy every 512 steps.", "arXiv:2404.09656",
+        _preference(_DPO, refresh_steps=512, refresh_mix=0.6),
+    ),
+    # other losses of the same difference
+    "ipo": Preset(
+        "The difference aims at 1/(2 beta) nats and holds there.", "arXiv:2310.12036",
+        _preference(_ref("ipo", beta=0.1, length_normalize=False)),
+    ),
+    "hinge": Preset(
+        "The difference is pushed up to 1/beta nats, no further (RSO).", "arXiv:2309.06657", _preference(_ref("hinge", beta=0.05)),
+    ),
+    "exo": Preset(
+        "The reverse KL to the smoothed labels.", "arXiv:2402.00856", _preference(_ref("exo_pair", beta=0.1, label_smoothing=0.001)),
+    ),
+    "discopop": Preset(
+        "A loss found by search. It rises with the margin around 0, so it needs updates that leap over that hill.", "arXiv:2406.08414",
+        _preference(_ref("discopop", beta=0.05, tau=0.05)),
+    ),
+    "aot": Preset(
+        "The distribution of margins is to lie above the reference's: they are compared by rank.", "arXiv:2406.05882",
+        _preference(_ref("aot", beta=0.1)),
+    ),
+    "aot_unpaired": Preset(
+        "Rewards of chosen and rejected answers are compared by rank, whichever belong together.", "arXiv:2406.05882",
+        _preference(_ref("aot_unpaired", beta=0.1)),
+    ),
+    # chosen and rejected each against a point of its own
+    "nca": Preset("The chosen answer's own reward must rise too.", "arXiv:2402.05369", _preference(_ref("nca_pair", beta=0.01))),
+    "bco": Preset("Chosen above and rejected below the mean reward so far.", "arXiv:2404.04656", _preference(_ref("bco_pair", beta=0.1))),
+    "sppo": Preset(
+        "The chosen answer's gain aims at 1/(2 beta) nats, the rejected one's at less that.", "arXiv:2405.00675",
+        _preference(_ref("sppo_hard", beta=0.001)),
+    ),
+    "apo_zero": Preset("Chosen up, rejected down, each by itself.", "arXiv:2408.06266", _preference(_ref("apo_zero", beta=0.1))),
+    "apo_down": Preset(
+        "Both down, the rejected further: for a model that is better than the chosen answers.", "arXiv:2408.06266",
+        _preference(_ref("apo_down", beta=0.1)),
+    ),
+    "kto": Preset(
+        "Single answers that were wanted or not, against the mean drift from the reference.", "arXiv:2402.01306",
+        _preference(_ref("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)),
+    ),
+    # without a reference
+    "orpo": Preset(
+        "The likelihood of the chosen answers, with the odds ratio of the pair beside it at a tenth.", "arXiv:2403.07691",
+        {"loop": "preference", "preference": {"losses": [{"fn": _ref("orpo"), "weight": 0.1}], "nll_coef": 1.0}},
+    ),
+    "simpo": Preset(
+        "Mean log-probs a token are the rewards, with a margin to reach.", "arXiv:2405.14734",
+        _preference(_ref("simpo", beta=2.0, gamma=1.0)),
+    ),
+    "cpo": Preset(
+        "DPO with a uniform reference, beside the likelihood of the chosen answers.", "arXiv:2401.08417",
+        _preference(_ref("cpo", beta=0.1), nll_coef=1.0, nll_normalization="sequence_sum"),
+    ),
+    "slic": Preset(
+        "The chosen answer's log-prob is to be 1 nat above the rejected one's, beside its likelihood.", "arXiv:2305.10425",
+        _preference(_ref("slic", delta=1.0), nll_coef=0.5, nll_normalization="sequence_sum"),
+    ),
+    # pairs of the policy's own samples
+    "online_dpo": Preset(
+        "DPO on the best and the worst of each prompt's samples by their rewards.", "arXiv:2402.04792", _preference(_DPO, loop="sync"),
+    ),
+    "irpo": Preset(
+        "Online DPO beside the likelihood of the best samples, from a new reference every 100 steps (iterative reasoning).",
+        "arXiv:2404.19733", _preference(_DPO, loop="sync", nll_coef=1.0, refresh_steps=100),
+    ),
+}
 """Pairs of answers, or single wanted and unwanted ones."""
 
 ANSWERS: dict[str, Preset] = {}
