@@ -127,13 +127,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """One answer with a judgement of its own: wanted or not (KTO), a number or several (regression), or a class (ordinal)."""
+    """One answer with a judgement of its own: wanted or not (KTO), a number or several (regression), a class (ordinal), or, where it
+    has `steps`, one class a step.
+    """
 
     id: str
     prompt: Prompt
     answer: str
     wanted: bool | None = None
     ratings: tuple[float | None, ...] = ()
+    steps: tuple[int, ...] = ()    # characters of the answer up to each step's end
 
 
 @dataclass(frozen=True, slots=True)

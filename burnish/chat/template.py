@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,21 @@ def encode_answer(tokenizer: Any, prompt: Prompt, answer: str, *, end: int) -> t
     start = encode_prompt(tokenizer, prompt)
     written = [*encode_reply(tokenizer, answer), end]
     return start + written, [False] * len(start) + [True] * len(written)
+
+
+def encode_steps(tokenizer: Any, prompt: Prompt, answer: str, ends_chars: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens of a prompt with an answer made of steps, each encoded on its own, and the place of each step's last token.
+
+    ends_chars: characters of the answer up to each step's end; what follows the last one is left out.
+    """
+    tokens, places = encode_prompt(tokenizer, prompt), []
+    for start, end in itertools.pairwise((0, *ends_chars)):
+        step = encode_reply(tokenizer, answer[start:end])
+        if not step:
+            raise ValueError(f"the step {answer[start:end]!r} has no token of the model's tokenizer")
+        tokens += step
+        places.append(len(tokens) - 1)
+    return tokens, places
 
 
 def encode_reply(tokenizer: Any, text: str) -> list[int]:

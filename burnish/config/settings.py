@@ -379,14 +379,18 @@ class Preference(Strict):
 
 
 class RewardModel(Strict):
-    """Learn to score answers."""
+    """Learn to score answers: which of a pair is better, how one was rated, or which of its steps are right."""
 
     loss: RefField = Ref("bradley_terry")
-    """Short names: burnish.algorithms.reward_losses."""
+    """One number per pair, answer or step; what it asks for says which. Short names: burnish.algorithms.reward_losses."""
     center_coef: NonNegativeFloat = 0.0
     """Weight of the square of the sum of both scores, which keeps them around 0; for pairs."""
     outputs: PositiveInt = 1
-    """Numbers that the head gives: 1, or one an objective for regression on several ratings."""
+    """Numbers that the head gives: 1, or one an objective for several ratings, or one a class for steps."""
+    classes: Annotated[int, Field(ge=2)] | None = None
+    """For ordered classes (ordinal), rated 0 to classes - 1."""
+    reduce: RefField = Ref("token_mean")
+    """For steps: token_mean weighs all steps alike, rollout_mean all answers. Short names: burnish.algorithms.reduce."""
 
 
 class Teacher(Strict):

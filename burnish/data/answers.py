@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from burnish.data.answer_pairs import jsonl_pairs, jsonl_ratings, pairs_of_tasks, ratings_of_tasks, transcripts
+from burnish.data.answer_steps import jsonl_steps, steps_of_tasks
 from burnish.data.jsonl import as_chat, as_prompt, field_of, kind_of, prompt_of, rows_of
 from burnish.data.tasks import Split, answer_id, canonical, lowest
 from burnish.ref import Ref
 from burnish.types import Example, Pair, Prompt, Rated, Task
 
 __all__ = [
-    "jsonl", "jsonl_pairs", "jsonl_ratings", "of_tasks", "pairs_of_tasks", "ratings_of_tasks", "split_answers", "transcripts",
+    "jsonl", "jsonl_pairs", "jsonl_ratings", "jsonl_steps", "of_tasks", "pairs_of_tasks", "ratings_of_tasks", "split_answers",
+    "steps_of_tasks", "transcripts",
 ]
 
 Answer = Example | Pair | Rated
@@ -140,6 +142,17 @@ def _check(position: int, item: Answer) -> None:
             raise TypeError(f"item {position} (id {item.id}): {name} is a {type(getattr(item, name)).__name__}; it is a text")
     if isinstance(item, Pair) and item.chosen == item.rejected:
         raise ValueError(f"item {position} (id {item.id}): chosen and rejected are the same text, which teaches nothing; remove it")
+    if isinstance(item, Rated) and item.steps:
+        _check_steps(f"item {position} (id {item.id})", item)
     numbers = [item.margin] if isinstance(item, Pair) else list(item.ratings) if isinstance(item, Rated) else []
     if any(n is not None and not math.isfinite(n) for n in numbers):
         raise ValueError(f"item {position} (id {item.id}): a rating or margin is not finite; leave it out (null) where it is not known")
+
+
+def _check_steps(where: str, item: Rated) -> None:
+    ends = (0, *item.steps)
+    if any(a >= b for a, b in itertools.pairwise(ends)) or item.steps[-1] > len(item.answer):
+        most = len(item.answer)
+        raise ValueError(f"{where}: its steps end at the characters {item.steps}; ends increase, up to the {most} of the answer")
+    if len(item.ratings) != len(item.steps):
+        raise ValueError(f"{where}: {len(item.ratings)} ratings of {len(item.steps)} steps; there is one a step, null where not known")

@@ -1,4 +1,4 @@
-"""A finished module to a folder that plain transformers loads, with equal logits, and that stops where training stopped."""
+"""A finished module to a folder that plain transformers loads, with equal logits or scores, and that stops where training stopped."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def export(module: torch.nn.Module, tokenizer: Any, folder: Path | str, *, end_t
 
     LoRA is merged, one layer at a time, in copies: `module` stays as it is, bit for bit. Weights keep their precision; where a module
     mixes precisions all are written as float32. The folder appears at once and complete; one that holds a model is replaced.
+    A model of scores takes no generation config, and the thresholds of its classes stand in its configuration.
     Raises ModelError for a folder that holds something else, OSError when the disk refuses.
     """
     folder = Path(folder).absolute()
@@ -31,7 +32,10 @@ def export(module: torch.nn.Module, tokenizer: Any, folder: Path | str, *, end_t
     writer.config.eos_token_id = _one_or_list(end_token_ids)
     if _breaks_ties(writer, state):
         writer.config.tie_word_embeddings = False
-    writer.generation_config = generation_config(tokenizer, end_token_ids=end_token_ids, stop=stop)
+    if writer.can_generate():
+        writer.generation_config = generation_config(tokenizer, end_token_ids=end_token_ids, stop=stop)
+    if (thresholds := getattr(writer, "thresholds", None)) is not None:
+        writer.config.thresholds = thresholds().tolist()
 
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -74,13 +78,16 @@ def _tokens_with(characters: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def merged_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by the names of the plain architecture, LoRA merged in, without a value head. Weights that no adapter touches are not
-    copied.
+    """Weights by the names of the plain architecture, LoRA merged in, without a value head and thresholds. Weights that no adapter
+    touches are not copied.
     """
     base = _base(module)
     layers = _adapted_layers(base) if base is not module else {}
-    inside = ("value_head.", *(f"{name}." for name in layers))
+    wrapped = _trained_whole(base) if base is not module else {}
+    inside = ("value_head.", "thresholds.", *(f"{name}." for name in (*layers, *wrapped)))
     state = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(inside)}
+    for name, part in wrapped.items():
+        state |= {f"{name}.{weight}": tensor for weight, tensor in part.modules_to_save[part.active_adapters[0]].state_dict().items()}
     for name, layer in layers.items():
         twin = copy.deepcopy(layer).float()      # in bfloat16 most of a small change would be rounded away
         for part in _adapters_in(twin).values():
@@ -105,6 +112,13 @@ def _adapters_in(part: torch.nn.Module) -> dict[str, torch.nn.Module]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: layer for name, layer in part.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+def _trained_whole(base: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules that peft trains beside the adapters, as the head of a model of scores, by name."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return {name: part for name, part in base.named_modules() if isinstance(part, ModulesToSaveWrapper)}
 
 
 def _breaks_ties(base: torch.nn.Module, state: dict[str, torch.Tensor]) -> bool:

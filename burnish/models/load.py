@@ -12,6 +12,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging
 
 from burnish.config.settings import Model
 from burnish.models import gguf, scratch
@@ -52,22 +53,22 @@ def load(model: Model, *, seed: int, cache_dir: Path | None = None) -> Loaded:
     return Loaded(module.eval(), tokenizer, context, source)
 
 
-def load_scorer(model: Model, *, seed: int, outputs: int = 1, cache_dir: Path | None = None) -> Loaded:
+def load_scorer(model: Model, *, seed: int, outputs: int | None = 1, cache_dir: Path | None = None) -> Loaded:
     """As load, with a linear head of `outputs` numbers in place of the next token's: a critic, or a reward model.
 
     The head is 0 where the model brings none, so that every first score is 0. The body is that of a causal language model, or of a
-    folder that a reward model was exported to.
+    folder that a reward model was exported to. outputs None: those that the model has; ModelError where it has no such head.
     """
     with quiet():
         if model.scratch is not None:
-            module, tokenizer = scratch.build(model.scratch, seed=seed, outputs=outputs)
+            module, tokenizer = scratch.build(model.scratch, seed=seed, outputs=outputs or 1)
             source = f"scratch {model.scratch.model_type}"
         else:
             where, source = _find(model.path)
             if isinstance(where, Path) and where.is_file():
                 where = gguf.convert(where, cache_dir=cache_dir)
                 source = f"{source} ({where.name})"
-            module, tokenizer = _load_pretrained(where, outputs=outputs), _load_tokenizer(where)
+            module, tokenizer = _load_pretrained(where, scorer=True, outputs=outputs), _load_tokenizer(where)
         context = _context_tokens(module.config, tokenizer)
         _silence_dropout(module)
         if model.lora is not None:
@@ -113,6 +114,7 @@ def _facts(config: PreTrainedConfig, tokenizer: Any, source: str) -> Facts:
         end_token=tokenizer.eos_token,
         has_chat_template=bool(tokenizer.chat_template),
         source=source,
+        outputs=config.num_labels if any("ForSequenceClassification" in a for a in config.architectures or ()) else None,
     )
 
 
@@ -236,12 +238,14 @@ def _load_tokenizer(where: Path | str) -> Any:
     return tokenizer
 
 
-def _load_pretrained(where: Path | str, *, outputs: int | None = None) -> torch.nn.Module:
-    """A causal language model, or with `outputs` the same body under a head of that many numbers."""
-    config, what = _load_config(where), "a causal language model" if outputs is None else "a body for scores"
-    kind = AutoModelForCausalLM if outputs is None else AutoModelForSequenceClassification
+def _load_pretrained(where: Path | str, *, scorer: bool = False, outputs: int | None = None) -> torch.nn.Module:
+    """A causal language model, or the same body under a head of `outputs` numbers, or of as many as the model has."""
+    config, what = _load_config(where), "a body for scores" if scorer else "a causal language model"
+    kind = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
     if outputs is not None:
         config.num_labels = outputs
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()      # it would report the missing weights that are looked at below
     try:
         module, info = kind.from_pretrained(
             where, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -250,14 +254,17 @@ def _load_pretrained(where: Path | str, *, outputs: int | None = None) -> torch.
         raise
     except Exception as error:
         raise ModelError(f"transformers cannot load {where} as {what}: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(shown)
     missing = sorted(info["missing_keys"])
     if outputs is not None and "score.weight" in missing:
         missing.remove("score.weight")
         torch.nn.init.zeros_(module.score.weight)
     if missing:
+        like = "a reward model" if scorer and outputs is None else "a causal language model"
         raise ModelError(
             f"{where} lacks {len(missing)} weights of {type(module).__name__}, as {missing[:3]}; transformers would fill them with "
-            "random numbers. Give the folder of a causal language model whose config.json belongs to its weights"
+            f"random numbers. Give the folder of {like} whose config.json belongs to its weights"
         )
     # The weights are views of the mapped file, at odd addresses: slower, and sums may differ in their last bit from aligned ones.
     for tensor in (*module.parameters(), *module.buffers()):

@@ -34,6 +34,7 @@ class Facts:
     end_token: str | None
     has_chat_template: bool
     source: str
+    outputs: int | None = None     # numbers of its head of scores; None: it has none
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

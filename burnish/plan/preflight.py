@@ -16,6 +16,7 @@ from burnish.models.load import Facts, ModelError, load_tokenizer
 from burnish.models.load import inspect as inspect_model
 from burnish.plan.preferences import learns_from_single, problems_of_preference
 from burnish.plan.references import ROOMS, part, problems_of_pairs, problems_of_references, raised, room_of
+from burnish.plan.reward_models import problems_of_ratings, problems_of_reward_model
 from burnish.plan.teachers import problems_of_teachers
 from burnish.ref import Ref
 from burnish.types import Example, Pair, Prompt, Rated, Task
@@ -61,7 +62,7 @@ def check(settings: Settings) -> list[str]:
 
 def examine(settings: Settings) -> Checked:
     """As check, with what was learnt. Imports every part, makes the tasks, reads the model's configuration, loads no weights."""
-    looks = (problems_of_references, problems_of_preference, problems_of_pairs, problems_of_teachers)
+    looks = (problems_of_references, problems_of_preference, problems_of_reward_model, problems_of_pairs, problems_of_teachers)
     problems = [problem for look in looks for problem in look(settings)]
     tasks = {e.name: _attempt(problems, partial(_tasks, settings), e) for e in environments(settings)}
     answers = _attempt(problems, _answers, settings) if settings.data is not None else None
@@ -140,6 +141,8 @@ def _answers(s: Settings) -> Split:
     if single and (unknown := sum(item.wanted is None for item in (*found.train, *found.held_out))):
         loss = s.preference.losses[0].fn.path
         raise _Refused(f"data: {unknown} entries of {s.data.source.path} do not say whether they are wanted, and {loss} needs that")
+    for problem in problems_of_ratings(s, found) if s.reward_model is not None else ():
+        raise _Refused(problem)
     if len(found.train) < s.train.examples_per_step:
         raise _Refused(
             f"data: {s.data.source.path} leaves {len(found.train)} to train on, but one step takes "

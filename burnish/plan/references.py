@@ -23,15 +23,14 @@ ROOMS = {
     "algo.correction.fn": "burnish.algorithms.corrections", "algo.length_penalty": "burnish.algorithms.returns",
     "critic.loss": "burnish.algorithms.value_losses", "sft.loss": "burnish.algorithms.token_losses",
     "sft.reduce": "burnish.algorithms.reduce", "preference.losses": "burnish.algorithms.preference_losses",
-    "reward_model.loss": "burnish.algorithms.reward_losses", "distill.divergence": "burnish.algorithms.divergences",
-    "distill.reduce": "burnish.algorithms.reduce", "data.source": "burnish.data.answers",
+    "reward_model.loss": "burnish.algorithms.reward_losses", "reward_model.reduce": "burnish.algorithms.reduce",
+    "distill.divergence": "burnish.algorithms.divergences", "distill.reduce": "burnish.algorithms.reduce",
+    "data.source": "burnish.data.answers",
     "env": "burnish.envs", "tasks.source": "burnish.data.sources", "monitor.sinks": "burnish.monitor.sinks",
     "rewards.normalize": "burnish.algorithms.running",
 }
 """Where the short names of a setting lead."""
 PACKAGE = str(Path(__file__).parents[1])
-SCORE_ARGS = ("score_chosen", "score_rejected", "margin", "score", "target", "mask", "label", "thresholds", "logits")
-"""What a loss of a reward model may ask for."""
 DIVERGENCE_ARGS = ("logits_cur", "logits_teach", "temperature")
 """What a divergence from a teacher is called with."""
 
@@ -45,8 +44,6 @@ def problems_of_references(s: Settings) -> Iterator[str]:
     if s.sft is not None:
         yield from part("sft.loss", s.sft.loss, ("logp_cur",), lambda call: call(logp_cur=0))
         yield from _reduce("sft.reduce", s.sft.reduce)
-    if s.reward_model is not None:
-        yield from part("reward_model.loss", s.reward_model.loss, SCORE_ARGS)
     if s.distill is not None:
         if s.distill.divergence is not None:
             yield from part(

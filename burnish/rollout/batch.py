@@ -19,7 +19,8 @@ from burnish.algorithms.returns import shape_rewards
 from burnish.types import Batch, Group, Row, Scored
 
 GROUP_COLUMNS = ("reward", "num_tokens", "scores", "greedy_reward", "step_reward", "step_mask", "mask")
-"""What an advantage of one group may ask for: [G], [G], [G,K], [], [G,T], [G,T], [G,T]."""
+"""What an advantage of one group may ask for: [G], [G], [G,K], [], [G,T], [G,T], [G,T]. A rollout without rewards of steps has one
+step, which ends at its last token."""
 STEP_COLUMNS = (
     "reward", "num_tokens", "scores", "groups", "greedy_reward", "baseline", "token_reward", "value", "bootstrap", "mask", "logp_gen",
     "logp_teach",
@@ -84,11 +85,13 @@ def assemble(
     if kl is not None and not kl.per_token:
         reward = reward - kl.coef * kl_tokens.sum(1)
         kl_tokens = torch.zeros_like(kl_tokens)
+    known["shaped"] = length_penalty is not None or (kl is not None and not kl.per_token)
     adv = _advantages(advantage, groups, known, reward, kl_tokens, coef=kl.coef if kl else 0.0)
     ret = value_targets(adv, known["value"], mask) if value is not None else None
     if multiplier is not None:
         cost = _column([item.cost for item in items])
-        adv = penalized(adv, _advantages(advantage, groups, known, cost, torch.zeros_like(kl_tokens), coef=0.0), multiplier)
+        whole = {"step_reward": torch.zeros_like(kl_tokens), "step_mask": torch.zeros_like(mask)}
+        adv = penalized(adv, _advantages(advantage, groups, known | whole, cost, torch.zeros_like(kl_tokens), coef=0.0), multiplier)
     if normalize is not None:
         adv = masked(normalize(adv, mask), mask)
     columns = {"logp_ref": logp_ref, "logp_teach": logp_teach, "value_prox": value}
@@ -120,8 +123,14 @@ def _advantages(
     """[B] or [B,T] of the function -> [B,T], 0 where not mask."""
     names, mask = names_of(advantage), known["mask"]
     known = {**known, "reward": reward}
+    rest = reward - known["step_reward"].sum(1)         # what is not a step's stands at the last token
     if "token_reward" in names:
-        known["token_reward"] = shape_rewards(reward - known["step_reward"].sum(1), kl_tokens, mask, coef=coef) + known["step_reward"]
+        known["token_reward"] = shape_rewards(rest, kl_tokens, mask, coef=coef) + known["step_reward"]
+    if "step_reward" in names:
+        at_end = shape_rewards(torch.ones_like(reward), torch.zeros_like(kl_tokens), mask, coef=0.0).bool()
+        at_end &= (known["shaped"] | ~known["step_mask"].any(1))[:, None]
+        known["step_reward"] = known["step_reward"] + masked(rest[:, None].expand(mask.shape), at_end)
+        known["step_mask"] = known["step_mask"] | at_end
     if is_over_batch(advantage):
         adv = advantage(**{name: known[name] for name in names})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Counts:
     tokens_by_place: tuple[int, ...]       # trained tokens of the first rows of all units, of the second, ...
     kept_tokens: int = 0                   # trained tokens without those that a correction dropped ahead of the update
     kept_rollouts: int = 0                 # rows with at least one of these
+    totals: Mapping[str, float] = field(default_factory=dict)      # of the rows' numbers
 
     @classmethod
     def of(cls, rows: Sequence[Row], *, rows_per_unit: int = 1) -> Counts:
@@ -36,6 +38,7 @@ class Counts:
             num_tokens=sum(lengths), num_rollouts=sum(n > 0 for n in lengths), num_units=len(rows) // rows_per_unit,
             tokens_by_place=tuple(sum(lengths[i::rows_per_unit]) for i in range(rows_per_unit)),
             kept_tokens=sum(kept), kept_rollouts=sum(n > 0 for n in kept),
+            totals={name: math.fsum(row.numbers.get(name, 0.0) for row in rows) for name in {n for row in rows for n in row.numbers}},
         )
 
     @property
