@@ -118,7 +118,7 @@ def _presets() -> Iterator[str]:
     for name, preset in PRESETS.items():
         values = dict(_sections(preset.values))
         cells = [
-            ", ".join(_code(values.pop(key)) for key in keys if key in values)
+            ", ".join(f"`{_call(values.pop(key))}`" for key in keys if values.get(key) is not None)
             for keys in (("loop",), ("algo.advantage",), LOSSES, REDUCTIONS)
         ]
         rest = [f"`{key.removeprefix('algo.')}: {_value(value)}`" for key, value in values.items()]
@@ -126,6 +126,16 @@ def _presets() -> Iterator[str]:
             f"`{name}`", _text(preset.about), cells[0] or "`sync`", *cells[1:], ", ".join(rest), ", ".join(f"`{n}`" for n in preset.needs),
             _text(preset.source),
         )
+
+
+def _call(part: Any) -> str:
+    """A reference, or a mixture of losses, as a call of functions."""
+    if isinstance(part, list | tuple):
+        return " + ".join((f"{term['weight']:g} " if "weight" in term else "") + _call(term["fn"]) for term in part)
+    if isinstance(part, Mapping):
+        values = ", ".join(f"{name}={_value(value)}" for name, value in part.items() if name != "ref")
+        return part["ref"] + (f"({values})" if values else "")
+    return str(part)
 
 
 def _sections(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
