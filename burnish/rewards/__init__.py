@@ -1,14 +1,21 @@
-"""Rewards that burnish ships, by short name: exact, positions, last_number, reasoning_gym. A reward is any function of (rollout, task)."""
+"""Rewards that burnish ships, by short name: exact, positions, each_position, last_number, reasoning_gym, learned.
 
-from burnish.rewards.text import exact, last_number, positions
+A reward is any function of (rollout, task).
+"""
 
-__all__ = ["exact", "last_number", "positions", "reasoning_gym"]
+from burnish.rewards.text import each_position, exact, last_number, positions
+
+__all__ = ["each_position", "exact", "last_number", "learned", "positions", "reasoning_gym"]
 
 
 def __getattr__(name: str):
-    # Not at the top: it imports a library that takes a second and may be absent
+    # Not at the top: they import libraries that take a second, or may be absent
     if name == "reasoning_gym":
         from burnish.rewards.reasoning import reasoning_gym
 
         return reasoning_gym
+    if name == "learned":
+        from burnish.rewards.model_scores import learned
+
+        return learned
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,6 +43,16 @@ def positions(rollout: Rollout, task: Task) -> float:
     return sum(a == b for a, b in zip(rollout.text, wanted, strict=False)) / len(wanted)
 
 
+def each_position(rollout: Rollout, task: Task) -> list[tuple[int, float]] | float:
+    """Each character is a step: its reward is its share of the answer where it is right, else 0. An empty text earns 0.
+
+    The rewards of a right answer's steps add up to 1. A process reward for tests, as `positions` is one for the whole text.
+    """
+    wanted = str(task.answer)
+    steps = [(at + 1, float(c == wanted[at : at + 1]) / len(wanted)) for at, c in enumerate(rollout.text)]
+    return steps or 0.0
+
+
 def last_number(rollout: Rollout, task: Task, *, strict: bool = False, tolerance: float = 0.0) -> float:
     """1 if the last number in the text equals the answer's number, else 0; 0 if the text holds no number.
 
