@@ -5,9 +5,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from burnish import checkpoint
+from burnish.api import Trainer
+from burnish.api.session import Session
 from burnish.config import Settings
+from burnish.monitor.writer import read_metrics
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -41,3 +48,34 @@ def tiny(changes: Mapping[str, Any] | None = None) -> Settings:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
         node[int(last) if isinstance(node, list) else last] = value
     return Settings.model_validate_json(json.dumps(raw))
+
+
+TIMES = ("time/", "rate/", "memory/")
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What must be the same where nothing but time differs: the last checkpoint's files and numbers, and all metrics."""
+    last = checkpoint.newest(folder / "checkpoints").folder
+    return {
+        "sums": json.loads((last / "checksums.json").read_text()), "state": json.loads((last / "state.json").read_text()),
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(folder)],
+    }
+
+
+def whole_and_resumed(folder: Path, changes: Mapping[str, Any], *, stop_in_step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts of a run, and of the same run that broke off after the updates of a step and was resumed."""
+    settings = tiny(changes)
+    Trainer(settings, out=folder / "whole").run()
+    end_step = Session.end_step
+
+    def breaking(session: Session, step: int, *rest: Any) -> None:
+        if step == stop_in_step:
+            raise KeyboardInterrupt
+        end_step(session, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "end_step", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(settings, out=folder / "parts").run()
+    Trainer(settings, resume=folder / "parts").run()
+    return facts(folder / "whole"), facts(folder / "parts")

@@ -135,7 +135,7 @@ class PolicyGradient:
             state.updates += self.session.settings.train.epochs * self.session.settings.train.minibatches
             metrics: dict[str, float] = {"train/rollouts_count": 0, "train/tokens_count": 0}
         else:
-            metrics = self.step(batch, objectives)
+            metrics = self.step(batch, objectives, **({"stop_at_kl_nats": None} if warming else {}))
         if self.critic_state is not None:
             metrics |= self._update_critic(batch)
         for name, part in self.parts.items():

@@ -183,7 +183,7 @@ class Algorithm:
         count = int(mask.sum())
         if "divergence" in columns:
             tally.add("train/kl_cur_ref_nats", columns["divergence"].sum(), count)
-        elif "logp_ref" in columns:
+        elif "logp_ref" in columns and "logp_cur" in columns:
             tally.add("train/kl_cur_ref_nats", k3(columns["logp_cur"], columns["logp_ref"]).sum(), count)
         if "logp_teach" in columns:
             tally.add("train/kl_cur_teach_nats", k3(columns["logp_cur"], columns["logp_teach"]).sum(), count)
