@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from burnish.config import schema
 from burnish.config.document import Document, Key, dotted
+from burnish.config.settings import Settings
 
 TYPES = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list",
@@ -20,16 +21,30 @@ TYPES = {
 ELSEWHERE = {
     "learning_rate": "optim.lr", "max_grad_norm": "optim.clip_norm", "grad_clip": "optim.clip_norm", "adam_betas": "optim.betas",
     "warmup_steps": "optim.warmup_updates", "lr_scheduler_type": "optim.schedule", "lr_schedule": "optim.schedule",
-    "batch_size": "train.prompts_per_step", "num_generations": "train.samples_per_prompt", "group_size": "train.samples_per_prompt",
+    "batch_size": "train.prompts_per_step, or train.examples_per_step for written answers",
+    "num_generations": "train.samples_per_prompt", "group_size": "train.samples_per_prompt",
     "max_steps": "train.steps", "num_iterations": "train.epochs", "num_train_epochs": "train.epochs",
     "micro_batch_size": "train.tokens_per_micro_batch", "gradient_accumulation_steps": "train.tokens_per_micro_batch",
     "max_tokens": "sampling.max_new_tokens", "max_completion_length": "sampling.max_new_tokens", "stop_strings": "sampling.stop",
-    "eos_token": "sampling.end_tokens", "beta": "algo.kl.coef", "kl_coef": "algo.kl.coef", "epsilon": "algo.loss.eps_low",
-    "model_name": "model.path", "model_path": "model.path", "model_name_or_path": "model.path", "dataset": "tasks.source",
+    "eos_token": "sampling.end_tokens", "beta": "algo.kl.coef, or preference.losses.0.fn.beta", "kl_coef": "algo.kl.coef",
+    "epsilon": "algo.loss.eps_low", "target_kl": "algo.stop_at_kl_nats", "entropy_coef": "algo.entropy.coef",
+    "dynamic_sampling": "algo.constant_groups (refill)", "mask_truncated_completions": "algo.truncated (drop)",
+    "importance_sampling_correction": "algo.correction", "lam": "algo.advantage.lam", "gae_lambda": "algo.advantage.lam",
+    "vf_coef": "critic.coef", "value_clip": "critic.loss.clip", "cliprange_value": "critic.loss.clip",
+    "label_smoothing": "preference.losses.0.fn.label_smoothing", "rpo_alpha": "preference.nll_coef", "ld_alpha": "preference.length_alpha",
+    "use_weighting": "preference.weigh_by_policy", "reference_free": "preference.reference (none)",
+    "sync_ref_model": "preference.refresh_steps", "ref_model_sync_steps": "preference.refresh_steps",
+    "ref_model_mixup_alpha": "preference.refresh_mix", "center_rewards_coefficient": "reward_model.center_coef",
+    "lmbda": "distill.on_policy_frac", "teacher_model_name_or_path": "distill.teachers.0.model.path", "max_length": "data.max_tokens",
+    "model_name": "model.path", "model_path": "model.path", "model_name_or_path": "model.path",
+    "dataset": "tasks.source, or data.source for written answers",
     "reward_funcs": "rewards", "reward": "rewards", "loss_type": "algo.loss", "advantage_estimator": "algo.advantage",
     "save_steps": "checkpoint.every_steps", "eval_steps": "evaluate.every_steps", "report_to": "monitor.sinks",
 }
 """Words that other frameworks use, to the settings that do the same here. Only hints read it."""
+
+PARTS = ("loop", "sampling", *(n for n, info in Settings.model_fields.items() if info.default in (None, ()) and n != "preset"))
+"""Settings at the top that a message may name by one word."""
 
 
 class SettingsError(ValueError):
@@ -162,8 +177,10 @@ def _missing(key: Key) -> str:
 def _mentioned(message: str, key: Key, document: Document) -> str:
     """The lines of the settings that a message about a pair of them names, and the --set that took part."""
     origins: dict[str, None] = {}
-    for name in dict.fromkeys(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", message)):
-        path = tuple(name.split("."))
+    sections = "|".join(n for n in document.data if n in PARTS) if not key else ""
+    named = re.finditer(rf"\b[a-z_]+(?:\.(?:[a-z_]+|\d+))+\b|(?<![.\w])(?:{sections or '(?!)'})(?![.\w])", message)
+    for name in dict.fromkeys(one[0] for one in named):
+        path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         if path in document.origins:
             origins[f"{name}: {document.origins[path]}"] = None
     for origin in document.changed_inside(key) if key else ():

@@ -53,7 +53,7 @@ def load_recipe(
     What its preset says is laid under what the recipe says; a preset given by --set takes the place of the recipe's own method.
     sets: texts `section.key=value`, the value in YAML, in the order in which they apply.
     overrides: the same from Python, applied last: dotted names, sections as mappings, or the bare name of a setting
-        that stands in one section only (steps, lr); functions may stand where an import path may.
+        that stands in one of the recipe's sections only (steps, lr); functions may stand where an import path may.
     note: called with a line about what was left out on the way; by default it goes to stderr.
     Raises SettingsError with every problem that was found.
     """
@@ -143,7 +143,7 @@ def _finish(document: Document, sets: Sequence[str], overrides: Mapping[str, Any
             document.problems.append(f"--set {text}: {error}")
     for name, value in overrides.items():
         try:
-            for full, plain in _spread(*_override(name, value)):
+            for full, plain in _spread(*_override(name, value, document.data)):
                 changed.append(_assign(document, full, plain, Origin(f"{name}={_short(value)}")))
         except ValueError as error:
             document.problems.append(f"{name}={_short(value)}: {error}")
@@ -276,10 +276,11 @@ def _default(key: Key, place: Any) -> Any:
     return default if default is not None else "not set"
 
 
-def _override(name: str, value: Any) -> tuple[str, Any]:
+def _override(name: str, value: Any, recipe: Mapping[str, Any]) -> tuple[str, Any]:
     """The full name of an argument from Python, and its value as plain data."""
     if "." not in name and name not in Settings.model_fields:
-        at = [place for place in schema.places().get(name, ()) if place.count(".") == 1]
+        every = [place for place in schema.places().get(name, ()) if place.count(".") == 1]
+        at = [place for place in every if _is_there(place.partition(".")[0], recipe)] or every
         if len(at) > 1:
             ways = " or ".join(f"{place.partition('.')[0]}={{{name!r}: ...}}" for place in at)
             raise ValueError(f"{name} stands in more than one section; write {ways}")
@@ -293,6 +294,11 @@ def _override(name: str, value: Any) -> tuple[str, Any]:
     if name == "tasks" and (isinstance(plain, str) or (isinstance(plain, dict) and "ref" in plain)):
         return "tasks.source", plain
     return name, plain
+
+
+def _is_there(section: str, recipe: Mapping[str, Any]) -> bool:
+    """Every run has the section, or the recipe gives it."""
+    return Settings.model_fields[section].default is not None or recipe.get(section) is not None
 
 
 def _spread(name: str, value: Any) -> list[tuple[str, Any]]:
