@@ -109,7 +109,7 @@ class PolicyGradient:
             given["logp_teach"] = self.teachers.score(rows, **self._sized)
         if self.value_model is not None:
             self.session.live.status("scoring with the critic")
-            given["value"], given["bootstrap"] = values_of(self.value_model, rollouts, **self._sized)
+            given["value"], given["bootstrap"] = values_of(self.value_model, rollouts, bootstrap=self.critic.bootstrap, **self._sized)
         if part.baseline is not None:
             rewards = [item.reward for g in groups for item in g.scored]
             mean = sum(rewards) / len(rewards) if rewards else None

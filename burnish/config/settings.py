@@ -275,6 +275,9 @@ class Critic(Strict):
     """One number per token. Short names: burnish.algorithms.value_losses."""
     warmup_steps: NonNegativeInt = 0
     """Steps at first in which only the critic learns."""
+    bootstrap: bool = False
+    """Where a rollout was cut off, the critic's value of the rest is part of its return. For rewards of steps that came on the way; where
+    a cut-off rollout has its whole reward already this counts it twice, and where most are cut off values rise without end."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Critic:

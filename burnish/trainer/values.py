@@ -42,12 +42,15 @@ class ValueObjective:
 
 
 def values_of(
-    model: Any, rollouts: Sequence[Rollout], *, sampling: Sampling, tokens_per_micro_batch: int
+    model: Any, rollouts: Sequence[Rollout], *, sampling: Sampling, tokens_per_micro_batch: int, bootstrap: bool = True
 ) -> tuple[list[tuple[float, ...]], list[float]]:
-    """The critic's value before each sampled token, [T] a rollout, and the value after the last one where a rollout was cut off, else 0."""
+    """The critic's value before each sampled token, [T] a rollout, and the value after the last one where a rollout was cut off, else 0.
+
+    Without bootstrap the second is 0 everywhere: each rollout is taken to have ended.
+    """
     sized = {"sampling": sampling, "tokens_per_micro_batch": tokens_per_micro_batch}
     values = score_rows(model, [Row(r.tokens, r.sampled) for r in rollouts], column="value_cur", **sized)
-    cut = [i for i, r in enumerate(rollouts) if r.truncated]
+    cut = [i for i, r in enumerate(rollouts) if r.truncated] if bootstrap else []
     ends = score_rows(
         model, [Row(r.tokens, (False,) * (len(r.tokens) - 1) + (True,)) for r in (rollouts[i] for i in cut)], column="score_cur", **sized
     )

@@ -124,6 +124,7 @@ def test_the_value_after_a_rollout_is_the_one_before_a_further_token(make_tiny, 
     state, _ = critic(kind, make_tiny)
     rollouts = [replace(r, stop="max_tokens") for r in rollouts_of(random_rows(3))]
     _, ends = values_of(state.policy, rollouts, **SIZED)
+    assert values_of(state.policy, rollouts, bootstrap=False, **SIZED)[1] == [0, 0, 0]
     longer = [Row((*r.tokens, 7), (False,) * len(r.tokens) + (True,)) for r in rollouts]
     assert [v[-1] for v in score_rows(state.policy, longer, column="value_cur", **SIZED)] == pytest.approx(ends, abs=1e-5)
 
@@ -322,14 +323,18 @@ def test_a_separate_critic_begins_with_the_policys_body_and_goes_on_where_the_po
 
 
 @both_kinds
-def test_the_values_of_the_rows_are_those_of_the_critic_before_the_update(tmp_path, watch, kind):
-    Trainer(tiny({**GAE, "critic": CRITIC[kind], "train.steps": 2}), out=tmp_path / "run").run()
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_the_values_of_the_rows_are_those_of_the_critic_before_the_update(tmp_path, watch, kind, bootstrap):
+    Trainer(tiny({**GAE, "critic": {**CRITIC[kind], "bootstrap": bootstrap}, "train.steps": 2}), out=tmp_path / "run").run()
     first = watch[0]["batch"].rows
     assert all(v == 0 for row in first for v in row.columns["value_prox"])                 # the head is 0 at first
     assert any(v != 0 for row in watch[1]["batch"].rows for v in row.columns["value_prox"])
     for row in first:          # gamma 1 and no value yet: what a token's return is made of is the reward alone
         rets = [r for r, m in zip(row.columns["ret"], row.mask, strict=True) if m]
         assert rets == pytest.approx([row.numbers["reward"] * 0.95**k for k in reversed(range(len(rets)))])
+    later = watch[1]["batch"].rows
+    after = [[r for r, m in zip(row.columns["ret"], row.mask, strict=True) if m][-1] - row.numbers["reward"] for row in later]
+    assert max(map(abs, after)) > 1e-3 if bootstrap else after == pytest.approx([0] * len(after))
 
 
 @both_kinds
