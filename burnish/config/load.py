@@ -25,7 +25,7 @@ from burnish.ref import Ref
 __all__ = ["RecipeInfo", "SettingsError", "diff", "dump", "load_recipe", "resumable_changes", "shipped"]
 
 RESUMABLE = (
-    "about", "expect", "optim", "evaluate.every_steps", "checkpoint", "monitor", "train.steps", "train.max_skipped_updates",
+    "about", "expect", "optim", "critic.lr", "evaluate.every_steps", "checkpoint", "monitor", "train.steps", "train.max_skipped_updates",
     "train.tokens_per_micro_batch",
 )
 """What may change when a run goes on: nothing that decides which rollouts come out or what the loss is."""
@@ -108,9 +108,10 @@ def _find(name_or_path: str | os.PathLike) -> Path:
         else:
             hint = f"; did you mean the shipped recipe {near[0]}?" if near else f"; relative paths start at {Path.cwd()}"
         raise SettingsError([f"no such file: {text}{hint}"])
-    hint = f"did you mean {near[0]}? " if near else ""
+    close = difflib.get_close_matches(path.stem, names, 3, 0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
     own = f"For a file of your own write its path, as {text}.yaml"
-    raise SettingsError([f"no recipe is called {text!r}; {hint}Shipped are: {', '.join(sorted(names))}. {own}"])
+    raise SettingsError([f"no recipe is called {text!r}; {hint}`burnish recipes` lists all {len(names)}. {own}"])
 
 
 def _shown(path: Path) -> str:

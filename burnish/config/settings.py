@@ -492,15 +492,10 @@ class Monitor(Strict):
     """Where metrics go besides metrics.jsonl. Short names: burnish.monitor.sinks."""
 
 
-LOOPS = ("sync", "sft", "preference", "reward_model", "distill")
 METHODS = ("algo", "sft", "preference", "reward_model", "distill")
 """The sections of which a run has one, or two where one serves the other."""
-ALLOWED = {
-    "sync": {"algo", "sft", "preference", "distill", "critic", "constraint", "environments", "tasks", "rewards", "env", "sampling"},
-    "sft": {"sft", "data"}, "preference": {"preference", "data"}, "reward_model": {"reward_model", "data"},
-    "distill": {"distill", "data", "sampling"},
-}
-"""Sections that a loop reads, beside those that all do; tasks and rewards elsewhere are for evaluation only."""
+IN_SYNC = ("algo", "sft", "preference", "distill")
+"""Those that learn from rollouts; each of the other loops has the section of its own name."""
 
 
 class Settings(Strict):
@@ -573,12 +568,14 @@ def _missing_method(s: Settings) -> tuple[str, Strict] | None:
 
 def _one_method(s: Settings) -> None:
     given = [name for name in METHODS if getattr(s, name) is not None]
-    allowed = ALLOWED[s.loop]
+    allowed = IN_SYNC if s.loop == "sync" else (s.loop,)
     always = {"distill"} if s.loop == "sync" and s.algo is not None and s.distill is not None and s.distill.divergence is None else set()
     if wrong := [name for name in given if name not in allowed]:
         raise ValueError(f"the section {wrong[0]} is not read in loop: {s.loop}; remove it, or use the loop that reads it")
     if len(set(given) - always) > 1:
-        raise ValueError(f"the sections {given} are methods of their own; keep one of them")
+        teach = {"algo", "distill"} == set(given)
+        hint = ", or give the teachers to the algorithm's advantage by distill.divergence: null" if teach else ""
+        raise ValueError(f"the sections {' and '.join(given)} are methods of their own; keep one of them{hint}")
     if not given:
         raise ValueError(f"loop: {s.loop} needs the section {s.loop}")
     for name in ("critic", "constraint"):
@@ -590,6 +587,10 @@ def _one_method(s: Settings) -> None:
 
 def _sources(s: Settings) -> None:
     if s.loop == "sync":
+        if s.data is not None or s.train.examples_per_step is not None:
+            what = "data" if s.data is not None else "train.examples_per_step"
+            meant = next((name for name in METHODS[1:] if getattr(s, name) is not None), "sft, preference, reward_model or distill")
+            raise ValueError(f"{what} is not read in loop: sync; remove it, or set loop: {meant}")
         if s.environments:
             if s.tasks is not None or s.rewards or s.env != Ref("single_turn"):
                 raise ValueError("environments stand in place of tasks, env and rewards; remove one or the other")
@@ -611,17 +612,14 @@ def _sources(s: Settings) -> None:
         for name in ("prompts_per_step", "samples_per_prompt"):
             if getattr(s.train, name) is None:
                 raise ValueError(f"train.{name} is needed in loop: sync")
-        if s.data is not None or s.train.examples_per_step is not None:
-            what = "data" if s.data is not None else "train.examples_per_step"
-            raise ValueError(f"{what} is not read in loop: sync; remove it, or use another loop")
         return
     if s.data is None or s.train.examples_per_step is None:
         raise ValueError(f"loop: {s.loop} needs {'data' if s.data is None else 'train.examples_per_step'}")
     for name in ("prompts_per_step", "samples_per_prompt"):
         if getattr(s.train, name) is not None:
             raise ValueError(f"train.{name} is not read in loop: {s.loop}, where train.examples_per_step says how much a step takes")
-    if s.environments or s.critic or s.constraint:
-        raise ValueError(f"environments, critic and constraint are not read in loop: {s.loop}")
+    if s.environments:
+        raise ValueError(f"environments are not read in loop: {s.loop}; remove them")
     if (s.tasks is None) != (not s.rewards):
         raise ValueError("tasks and rewards are for evaluation here; give both or neither")
     if s.tasks is not None and (s.loop == "reward_model" or s.tasks.held_out == 0):
