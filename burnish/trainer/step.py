@@ -62,11 +62,13 @@ def train_step(
     `lr_of(update)` counts from 1. An update that finds the policy, by the mean of k3 over its tokens, further than stop_at_kl_nats from
     where the step began is left out, with all that would follow it in the step.
     A batch in which no row has a signal (an advantage) makes no update, unless the objective has something else to go by.
-    ValueError where stop_at_kl_nats is given and no objective needs logp_prox.
+    ValueError where a row's algorithm is not given, and where stop_at_kl_nats is and no objective needs logp_prox.
     """
     objectives: Objectives = algo if isinstance(algo, Mapping) else {"": algo}
     if stop_at_kl_nats is not None and not any("logp_prox" in objective.needs for objective in objectives.values()):
         raise ValueError("stop_at_kl_nats measures the distance to logp_prox, which no loss or correction here needs; leave it out")
+    if unknown := {row.algo for row in batch.rows} - objectives.keys():
+        raise ValueError(f"rows are of the algorithm {min(unknown)!r}, and objectives are given for {sorted(objectives)}")
     rows = list(batch.rows)
     planned = state.updates + epochs * minibatches
     if not any(_has_signal(row, objectives[row.algo]) for row in rows):
