@@ -108,8 +108,7 @@ def _find(name_or_path: str | os.PathLike) -> Path:
         else:
             hint = f"; did you mean the shipped recipe {near[0]}?" if near else f"; relative paths start at {Path.cwd()}"
         raise SettingsError([f"no such file: {text}{hint}"])
-    close = difflib.get_close_matches(path.stem, names, 3, 0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f"did you mean {near[0]}? " if near else ""
     own = f"For a file of your own write its path, as {text}.yaml"
     raise SettingsError([f"no recipe is called {text!r}; {hint}`burnish recipes` lists all {len(names)}. {own}"])
 

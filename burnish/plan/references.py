@@ -146,7 +146,7 @@ def _algo(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> Iterat
     names, path = set(parameters(a.loss.load(room=ROOMS["algo.loss"]))), a.loss.path
     if not {"logp_cur", "entropy"} & names:
         yield f"{place}.loss: {path} takes neither logp_cur nor entropy, so it has no gradient"
-    if "logp_gen" in names and "logp_prox" not in names and a.correction is not None:
+    elif "logp_gen" in names and "logp_prox" not in names and a.correction is not None:
         yield (
             f"{place}.loss: {path} takes ratios to the sampler itself (logp_gen), so {place}.correction would count the same distance "
             f"twice; set {place}.correction: null"

@@ -194,8 +194,7 @@ def test_files_and_names_that_are_not_there(recipe, tmp_path):
     path = recipe()
     assert problems(tmp_path / "tinny.yaml") == (f"no such file: {tmp_path / 'tinny.yaml'}; did you mean {path}?",)
     (line,) = problems("from-scratch-tinny")
-    assert line.startswith("no recipe is called 'from-scratch-tinny'; did you mean from-scratch-tiny")
-    assert "`burnish recipes` lists all " in line and "from-scratch-tinny.yaml" in line
+    assert line.startswith("no recipe is called 'from-scratch-tinny'; did you mean from-scratch-tiny? `burnish recipes` lists all ")
     (line,) = problems(tmp_path)
     assert line.startswith(f"{tmp_path} is a folder; give a YAML file")
     (tmp_path / "settings.yaml").write_text(RECIPE)

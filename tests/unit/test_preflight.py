@@ -83,7 +83,8 @@ def refusals(look, *sets) -> tuple[str, ...]:
 def test_a_recipe_that_works(look):
     assert look() == []
     found = examine(load_recipe("tiny.yaml"))
-    assert len(found.tasks.train) == 80 and len(found.tasks.held_out) == 20 and found.model.context_tokens == 32
+    assert len(found.tasks[""].train) == 80 and len(found.tasks[""].held_out) == 20 and found.model.context_tokens == 32
+    assert (found.num_train, found.num_held_out, found.held_out_tasks) == (80, 20, 20)
     assert found.facts[1:] == [
         "tasks    80 to train on, 20 held out",
         "run      10 steps of 4 prompts x 4 samples, 10 updates, 0.5 passes over the tasks",
@@ -164,7 +165,7 @@ def test_all_problems_come_together(look):
         look, "rewards.0.fn=exactt", "train.samples_per_prompt=1", "tasks.source=nowhere", "model.path=no/such/folder", "env=nowhere"
     )
     assert [line.split(" ")[0].rstrip(":") for line in told] == [
-        "env", "rewards.0.fn", "train.samples_per_prompt", "tasks.source", "model.path",
+        "train.samples_per_prompt", "env", "rewards.0.fn", "tasks.source", "model.path",
     ]
 
 
