@@ -36,6 +36,11 @@ def loss(logp_cur, adv): return -logp_cur * adv
 def loss_of_the_reference(logp_cur, logp_ref): return logp_cur - logp_ref
 def loss_of_something_else(logp_cur, values): return logp_cur
 def loss_without_gradient(logp_gen, adv): return logp_gen * adv
+def loss_of_the_sampler(logp_cur, logp_gen, adv): return (logp_cur - logp_gen).exp() * adv
+def loss_of_values(logp_cur, value_cur): return logp_cur * value_cur
+def loss_of_teachers(logp_cur, logp_teach): return logp_cur - logp_teach
+def loss_of_scores(logp_cur, score_cur): return logp_cur * score_cur
+def of_the_step(reward, groups): return reward
 def one_argument(loss): return loss.sum()
 def two_arguments(reward, eps): return reward
 def by_place_only(reward, /): return reward
@@ -146,6 +151,74 @@ def test_changes_that_work(look, sets):
 def test_refusals(look, sets, told):
     (line,) = refusals(look, sets)
     assert told in line
+
+
+GAE = ["algo.advantage={ref: gae, gamma: 1.0, lam: 0.95}"]
+COST = ["rewards.1={fn: positions, cost: true}"]
+TEACH = ["distill={teachers: [{model: {scratch: {alphabet: '0123456789> '}}}], divergence: null}"]
+
+
+@pytest.mark.parametrize(("sets", "told"), [
+    # advantages
+    (["algo.advantage=reward_itself", "algo.constant_groups=drop"], "algo.constant_groups is drop, and algo.advantage reward_itself has"),
+    (["algo.constant_groups=refill", "algo.kl={coef: 0.1, place: reward}"], "algo.constant_groups is refill, and algo.kl.place is reward"),
+    (["algo.kl={coef: 0.1, place: token_reward}"], "algo.kl.place is token_reward, and algo.advantage standardize takes one rewa"),
+    (GAE, "algo.advantage: gae needs the values of a critic; add a section critic"),
+    (["critic={}"], "algo.advantage: standardize does not ask for the critic's values; use gae"),
+    (["algo.advantage=teacher_gap", "algo.constant_groups=keep"], "algo.advantage: teacher_gap needs teachers; add distill with teachers"),
+    (TEACH, "distill: neither algo.advantage standardize nor algo.loss asks for logp_teach; use advantage: teacher_gap"),
+    (["algo.baseline_decay=0.5"], "algo.baseline_decay does nothing: algo.advantage standardize asks for no baseline; use minus_ema"),
+    (["algo.advantage=my_parts.py:of_the_step"], "my_parts.py:of_the_step is one of a group (mark it @over_batch for the whole step) and"),
+    # losses
+    (["algo.loss=my_parts.py:loss_of_the_sampler"], "takes ratios to the sampler itself (logp_gen), so algo.correction would count the"),
+    (["algo.loss=my_parts.py:loss_of_values"], "asks for value_cur, which is there only with critic"),
+    (["algo.loss=my_parts.py:loss_of_teachers"], "asks for logp_teach, which is there only with distill"),
+    (["algo.loss=my_parts.py:loss_of_scores"], "asks for score_cur, which a policy gradient does not have"),
+    (["algo.loss=reinforce", "algo.correction=null", "algo.prox=gen"], "algo.prox does nothing: reinforce takes no ratio to logp_prox"),
+    (["algo.loss=reinforce", "algo.correction=null", "algo.stop_at_kl_nats=1"], "algo.stop_at_kl_nats does nothing: reinforce takes no"),
+    (["algo.stop_at_kl_nats=1"], "algo.stop_at_kl_nats does nothing: a step has one update"),
+    (["algo.correction.fn.hi=3"], "algo.correction.fn: token_truncate takes no ['hi']"),
+    (["algo.normalize=whitten"], "algo.normalize: whitten: burnish.algorithms.advantages has no 'whitten'; did you mean 'whiten'?"),
+    (["algo.length_penalty=soft_overlong"], "algo.length_penalty: soft_overlong needs ['"),
+    ([*GAE, "critic.loss=clipped_error"], "critic.loss: clipped_error needs ['clip']"),
+    # costs
+    (COST, "rewards.1.cost is true, and only a section constraint reads costs; add one, or remove it"),
+    (["constraint.limit=0.1"], "constraint: no entry of rewards has cost: true"),
+    ([*COST, *GAE, "critic={}", "constraint.limit=0.1"], "constraint: algo.advantage gae makes no advantage of one cost a rollout"),
+    (["rewards.0.cost=true", "constraint.limit=0.1"], "rewards: every entry is a cost, so there is no reward to learn from; add one"),
+])
+def test_refusals_of_policy_gradients(look, sets, told):
+    (line,) = refusals(look, *sets)
+    assert told in line
+
+
+PLACES = """\
+environments:
+  - {name: a, tasks: {source: copy_digits, held_out: 1}, rewards: [{fn: exact}], prompts_per_step: 2}
+  - {name: b, tasks: {source: {ref: copy_digits, length: 2}, held_out: 1}, rewards: [{fn: exact}], prompts_per_step: 2}
+"""
+
+
+@pytest.mark.parametrize(("sets", "told"), [
+    ([], None),
+    # the algorithm that an environment has in place of the run's, and the run's where all have their own
+    (["environments.1.algo.advantage={ref: gae, gamma: 1.0, lam: 1.0}"], "environments.1.algo.advantage: gae needs the values of a critic"),
+    (["environments.0.algo=" + GAE[0].replace("algo.advantage=", "{advantage: ") + "}",
+      "environments.1.algo=" + GAE[0].replace("algo.advantage=", "{advantage: ") + "}", "critic={}"], None),
+    (["environments.0.env=nowhere"], "environments.0.env: nowhere: burnish.envs has no 'nowhere'"),
+    (["environments.1.rewards.0.fn=exactt"], "environments.1.rewards.0.fn: exactt: burnish.rewards has no 'exactt'"),
+    (["environments.1.rewards.1={fn: positions, cost: true}"], "environments.1.rewards.1.cost is true, and only a section constraint"),
+    (["environments.1.tasks.held_out=99"], "environments.1.tasks.held_out=99 and one step of environments.1.prompts_per_step=2 need 101"),
+    (["environments.0.tasks.source=nowhere"], "environments.0.tasks.source: nowhere: burnish.data.sources has no 'nowhere'"),
+])
+def test_environments_are_told_by_their_place(look, tmp_path, sets, told):
+    lines = [line for line in RECIPE.splitlines(keepends=True) if not re.match(r"tasks|  source|  held|rewards|  - fn", line)]
+    (tmp_path / "tiny.yaml").write_text("".join(lines) + PLACES)
+    if told is None:
+        assert look(*sets) == []
+    else:
+        (line,) = refusals(look, *sets)
+        assert told in line
 
 
 def test_prompts_are_measured_also_where_there_are_many(look):
