@@ -30,24 +30,28 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     return tokens
 
 
-def encode_answer(tokenizer: Any, prompt: Prompt, answer: str, *, end: int) -> tuple[list[int], list[bool]]:
+def encode_answer(
+    tokenizer: Any, prompt: Prompt, answer: str, *, end: int, specials: bool = True
+) -> tuple[list[int], list[bool]]:
     """Tokens of a prompt with its answer, and which of them are the answer's: its text as it stands, and the end token behind it.
 
-    The same tokens that sampling would give, had the policy written this answer.
+    The same tokens that sampling would give, had the policy written this answer. specials: as in encode_reply.
     """
     start = encode_prompt(tokenizer, prompt)
-    written = [*encode_reply(tokenizer, answer), end]
+    written = [*encode_reply(tokenizer, answer, specials=specials), end]
     return start + written, [False] * len(start) + [True] * len(written)
 
 
-def encode_steps(tokenizer: Any, prompt: Prompt, answer: str, ends_chars: Sequence[int]) -> tuple[list[int], list[int]]:
+def encode_steps(
+    tokenizer: Any, prompt: Prompt, answer: str, ends_chars: Sequence[int], *, specials: bool = True
+) -> tuple[list[int], list[int]]:
     """Tokens of a prompt with an answer made of steps, each encoded on its own, and the place of each step's last token.
 
-    ends_chars: characters of the answer up to each step's end; what follows the last one is left out.
+    ends_chars: characters of the answer up to each step's end; what follows the last one is left out. specials: as in encode_reply.
     """
     tokens, places = encode_prompt(tokenizer, prompt), []
     for start, end in itertools.pairwise((0, *ends_chars)):
-        step = encode_reply(tokenizer, answer[start:end])
+        step = encode_reply(tokenizer, answer[start:end], specials=specials)
         if not step:
             raise ValueError(f"the step {answer[start:end]!r} has no token of the model's tokenizer")
         tokens += step
@@ -55,13 +59,16 @@ def encode_steps(tokenizer: Any, prompt: Prompt, answer: str, ends_chars: Sequen
     return tokens, places
 
 
-def encode_reply(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of an environment's reply between turns of plain text: as it stands, no begin or end token."""
-    tokens = _encode(tokenizer, text)
+def encode_reply(tokenizer: Any, text: str, *, specials: bool = True) -> list[int]:
+    """Tokens of an environment's reply between turns of plain text: as it stands, no begin or end token.
+
+    specials False: what looks like a special token is plain text, for a text whose author must not write one.
+    """
+    tokens = _encode(tokenizer, text, specials=specials)
     first = tokenizer.convert_ids_to_tokens(tokens[:1])
     if first and first[0].startswith(WORD_START) and not text.startswith((" ", WORD_START)):
         # SentencePiece puts a space before a text; behind a line's end it does not
-        head, both = _encode(tokenizer, "\n"), _encode(tokenizer, "\n" + text)
+        head, both = _encode(tokenizer, "\n"), _encode(tokenizer, "\n" + text, specials=specials)
         if both[: len(head)] == head:
             return both[len(head) :]
     return tokens
@@ -109,9 +116,9 @@ def _encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return _encode(tokenizer, text)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, text: str, *, specials: bool = True) -> list[int]:
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not specials)
     except Exception as error:   # tokenizers raises a plain Exception for a character outside of its vocabulary
         unknown = [c for c in sorted(set(text)) if not _encodes(tokenizer, c)]
         raise ValueError(f"the model's tokenizer has no token for {unknown or text[:80]!r}: {error}") from error

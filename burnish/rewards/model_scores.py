@@ -41,8 +41,9 @@ class learned:
     dtype, tokens_per_batch: what the models compute in, and how many tokens, padding included, go through one at a time.
 
     A model reads text: the task's prompt and what was written after it, replies of an environment included, encoded by its own
-    tokenizer and template, with its end token behind. So it serves a policy of any vocabulary. A rollout whose text it cannot
-    encode, or that is longer than its context, has no score.
+    tokenizer and template, with its end token behind. So it serves a policy of any vocabulary. What looks like a special token in it
+    is plain text: a policy must not end its turn in the reward model's eyes and begin another. A rollout whose text cannot be
+    encoded, or is longer than the model's context, has no score.
 
     With isolate: false a step's rollouts are scored in batches, on the trainer's device; in a worker one by one, on one thread.
     """
@@ -131,9 +132,9 @@ class learned:
         if self.step_end is not None and not ends_chars:
             raise ValueError("the policy wrote nothing, so there is no step to score")
         if ends_chars:
-            tokens, places = encode_steps(member.tokenizer, rollout.task.prompt, text, ends_chars)
+            tokens, places = encode_steps(member.tokenizer, rollout.task.prompt, text, ends_chars, specials=False)
         else:
-            tokens, _ = encode_answer(member.tokenizer, rollout.task.prompt, text, end=member.end)
+            tokens, _ = encode_answer(member.tokenizer, rollout.task.prompt, text, end=member.end, specials=False)
             places = [len(tokens) - 1]
         if len(tokens) > member.context_tokens:
             raise ValueError(f"the text has {len(tokens)} tokens, more than the {member.context_tokens} of the reward model's context")
