@@ -40,6 +40,11 @@ TINY: dict[str, Any] = {
 
 def tiny(changes: Mapping[str, Any] | None = None) -> Settings:
     """TINY with changes by dotted name."""
+    return Settings.model_validate_json(json.dumps(tiny_data(changes)))
+
+
+def tiny_data(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The same as plain data."""
     raw = copy.deepcopy(TINY)
     for name, value in (changes or {}).items():
         *path, last = name.split(".")
@@ -47,7 +52,7 @@ def tiny(changes: Mapping[str, Any] | None = None) -> Settings:
         for key in path:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
         node[int(last) if isinstance(node, list) else last] = value
-    return Settings.model_validate_json(json.dumps(raw))
+    return raw
 
 
 TIMES = ("time/", "rate/", "memory/")
