@@ -10,14 +10,15 @@ from typing import Any
 
 from burnish.data.answer_pairs import jsonl_pairs, jsonl_ratings, pairs_of_tasks, ratings_of_tasks, transcripts
 from burnish.data.answer_steps import jsonl_steps, steps_of_tasks
+from burnish.data.digit_sums import digit_sum_pairs, digit_sum_ratings
 from burnish.data.jsonl import as_chat, as_prompt, field_of, kind_of, prompt_of, rows_of
 from burnish.data.tasks import Split, answer_id, canonical, lowest
 from burnish.ref import Ref
 from burnish.types import Example, Pair, Prompt, Rated, Task
 
 __all__ = [
-    "jsonl", "jsonl_pairs", "jsonl_ratings", "jsonl_steps", "of_tasks", "pairs_of_tasks", "ratings_of_tasks", "split_answers",
-    "steps_of_tasks", "transcripts",
+    "digit_sum_pairs", "digit_sum_ratings", "jsonl", "jsonl_pairs", "jsonl_ratings", "jsonl_steps", "of_tasks", "pairs_of_tasks",
+    "ratings_of_tasks", "split_answers", "steps_of_tasks", "transcripts",
 ]
 
 Answer = Example | Pair | Rated
