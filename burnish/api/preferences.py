@@ -91,6 +91,8 @@ class Preferences:
 
     def update(self, batch: Batch) -> dict[str, float]:
         metrics = self.step(batch, self.objective)
+        if self.single:
+            metrics = _own(batch, metrics)
         if self.session.settings.data is not None:
             metrics["train/too_long_count"] = self.too_long
         if self.running is not None:
@@ -132,6 +134,16 @@ class Preferences:
             return list(rows)
         self.session.live.status("scoring with the reference")
         return [row.put(logp_ref=logp) for row, logp in zip(rows, self.reference.score(rows, **self._sized), strict=True)]
+
+
+def _own(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with counts of answers alone, without the rows that stand for KTO's baseline. Tokens are not known where some of a
+    step's updates were skipped.
+    """
+    trained = metrics.pop("train/rollouts_count")
+    known = {len(batch.rows): sum(row.num_tokens for row in batch.rows[0::2]), 0: 0}
+    del metrics["train/tokens_count"]
+    return metrics | {"train/rollouts_count": trained // 2} | ({"train/tokens_count": known[trained]} if trained in known else {})
 
 
 def _objective(p: Preference, *, single: bool, running: RunningReward | None) -> PairObjective | SingleObjective:
