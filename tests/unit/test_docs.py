@@ -103,6 +103,11 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
+def test_contributing_names_tests_that_exist():
+    names = re.findall(r"`((?:invariance|unit)/\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(names) > 5 and [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+
+
 def test_every_page_of_the_library_is_in_its_index():
     names = [Path(name).name for name in PAGES if "algorithms/" in name]
     assert [name for name in names if name != "README.md" and f"({name})" not in PAGES["docs/algorithms/README.md"]] == []
