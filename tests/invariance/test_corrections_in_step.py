@@ -181,14 +181,16 @@ def test_a_step_of_which_everything_is_dropped_changes_nothing_and_says_so(make_
         assert [metrics[n] for n in METRICS] == [0, 1, 0]
 
 
-def test_a_token_that_was_dropped_may_have_an_infinite_ratio(tiny_state):
-    rows = list(on_policy(tiny_state, random_rows(4)).rows)
-    bad = rows[0].put(logp_gen=tuple(-1e4 if m else 0.0 for m in rows[0].mask))
-    for normalize, denominator in FORMS:
-        algo = algorithm("token_mask", normalize, denominator, rest=False)
-        found, metrics = gradients(tiny_state, Batch((bad, *rows[1:])), algo)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_that_was_dropped_may_have_an_infinite_ratio(tiny_state, form):
+    """To the sampler, and to a prox that was given with the row: 0 times infinity is no number."""
+    rows = [r.put(adv=-1.0) for r in on_policy(tiny_state, random_rows(4)).rows]
+    far = tuple(-1e4 if m else 0.0 for m in rows[0].mask)
+    share = rows[0].num_tokens / sum(r.num_tokens for r in rows)
+    for bad in [rows[0].put(logp_gen=far)] + ([rows[0].put(logp_prox=far)] if form == FORMS[0] else []):
+        algo = algorithm("token_mask", *form, rest=False)
+        found, metrics = gradients(tiny_state, Batch((bad, *rows[1:])), algo, tokens_per_micro_batch=1)
         assert all(bool(torch.isfinite(g).all()) for g in found[0].values())
-        share = rows[0].num_tokens / sum(r.num_tokens for r in rows)
         assert metrics["train/correction_dropped_frac"] == pytest.approx(share)
 
 
