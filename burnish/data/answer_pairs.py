@@ -81,9 +81,9 @@ def transcripts(
             else:
                 shown = "".join(f"\n\n{NAMES[m['role']]}:{m['content']}" for m in shown) + "\n\nAssistant:"
             out.append(_pair(shown, *answers, where, None))
-        except _UnusableError:
+        except _UnusableError as error:
             if unusable == "refuse":
-                raise
+                raise ValueError(f"{error}; with unusable: leave_out such lines are left out") from None
             left_out += 1
     if left_out:
         warnings.warn(f"{path}: {left_out} of {lines} lines are left out: no two replies to one dialogue", stacklevel=2)
