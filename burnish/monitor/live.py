@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from burnish.monitor.measured import SHOWN, judged_by
+
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 400
 _RATE_WINDOW_STEPS = 20
@@ -25,6 +27,9 @@ _SHOWN = (
     ("rollout/reward_mean", "reward", "{:.3f}", True),
     ("rollout/success_frac", "success", "{:.1%}", True),
     ("eval/accuracy_frac", "held-out accuracy", "{:.1%}", True),
+    *((name, f"held-out {label}", form, better) for name, (label, form, better) in SHOWN.items() if better is not None),
+    ("train/loss", "loss", "{:.4f}", False),
+    ("train/preference_accuracy_frac", "preference accuracy", "{:.1%}", True),
     ("train/kl_cur_ref_nats", "KL to start, nats", "{:.4f}", None),
     ("train/entropy_nats", "entropy, nats", "{:.3f}", None),
     ("rollout/sampled_tokens_mean", "length, tokens", "{:.1f}", None),
@@ -42,6 +47,8 @@ _PLAIN = {
     "train/kl_cur_ref_nats": "KL",
     "rate/generate_tokens_per_s": "tokens/s",
 }
+# shown where there are no rewards
+_WITHOUT_ROLLOUTS = {"train/loss": "loss", "train/preference_accuracy_frac": "in order"}
 _LOUD = {
     "rollout/not_scored_count": "not scored",
     "eval/not_scored_count": "held-out not scored",
@@ -115,7 +122,10 @@ class Live:
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._step}/{self._total}"]
-        parts += [f"{label} {_number(name, metrics[name])}" for name, label in _PLAIN.items() if name in metrics]
+        plain = _PLAIN if "rollout/reward_mean" in metrics else _WITHOUT_ROLLOUTS | _PLAIN
+        parts += [f"{label} {_number(name, metrics[name])}" for name, label in plain.items() if name in metrics]
+        if held_out := judged_by(metrics):
+            parts.append("held-out {} {}".format(*held_out))
         parts += [f"{label.upper()} {int(metrics[name])}" for name, label in _LOUD.items() if metrics.get(name)]
         if "time/step_s" in metrics:
             parts.append(f"{metrics['time/step_s']:.1f} s")
@@ -147,8 +157,8 @@ class Live:
         grid = Table.grid(padding=(0, 2))
         for name, label, _, more_is_better in _SHOWN:
             values = [v for v in self._history.get(name, ()) if math.isfinite(v)]
-            if values:
-                line = sparkline(values) if more_is_better else ""
+            if values and not (name in _WITHOUT_ROLLOUTS and "rollout/reward_mean" in self._history):
+                line = sparkline(values) if more_is_better is not None else ""
                 grid.add_row(label, Text(_number(name, values[-1]), style="bold"), _arrow(values, more_is_better), Text(line, style="cyan"))
         return grid
 

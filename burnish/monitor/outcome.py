@@ -1,4 +1,4 @@
-"""What a finished run reached, for the terminal: held-out accuracy before and after, sample answers, where things lie."""
+"""What a finished run reached, for the terminal: what was held out before and after, sample answers, where things lie."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.monitor.live import duration
+from burnish.monitor.measured import Line, lines_of
 
 SHOWN_EXAMPLES = 3
 SHOWN_CHARS = 200
 
 
 def show_outcome(summary: Mapping[str, Any], folder: Path, *, console: Console | None = None) -> None:
-    """Print a run's summary (the content of summary.json). Without held-out tasks only the paths are shown."""
+    """Print a run's summary (the content of summary.json). Where nothing was held out only the paths are shown."""
     console = console or Console(highlight=False)
+    measured = lines_of(summary.get("measured", {}))
+    if measured:
+        console.print()
+        console.print(_measured(measured))
     if summary.get("before", {}).get("num_items"):
         console.print()
         console.print(_table(summary))
@@ -31,6 +36,16 @@ def show_outcome(summary: Mapping[str, Any], folder: Path, *, console: Console |
         console.print(f"{summary.get('steps', '?')} steps in {duration(summary['wall_s'])}")
     for label, path in (("report", folder / "report.html"), ("model", folder / "model")):
         console.print(Text(f"{label:<7}{path}"), soft_wrap=True)
+
+
+def _measured(lines: Sequence[Line]) -> Table:
+    table = Table(title="held out", title_justify="left", title_style="bold")
+    for column in ("", "before training", "after training", "change"):
+        table.add_column(column, justify="left" if not column else "right")
+    for line in lines:
+        style = "" if line.better is None else "green" if line.better else "red"
+        table.add_row(line.label, line.before, Text(line.after, style="bold"), Text(line.change, style=style))
+    return table
 
 
 def _table(summary: Mapping[str, Any]) -> Table:

@@ -21,8 +21,9 @@ from plotly.offline import get_plotlyjs
 from burnish.config.settings import METHODS
 from burnish.monitor.ledger import total
 from burnish.monitor.live import duration
-from burnish.monitor.metrics import METRICS
-from burnish.monitor.run_data import RunData, names, read_run, thin
+from burnish.monitor.measured import lines_of, sentence
+from burnish.monitor.metrics import metric
+from burnish.monitor.run_data import RunData, makes_rollouts, names, read_run, thin
 from burnish.monitor.writer import write_atomic
 
 _PAGE = Path(__file__).parent / "page"
@@ -34,6 +35,7 @@ _FAILURES = (
     ("eval/not_scored_count", "held-out samples could not be scored", "bad"),
     ("train/skipped_updates_count", "updates were skipped because the loss or gradient was not finite", "bad"),
     ("rollout/dropped_rollouts_count", "rollouts were left out of the update", "warn"),
+    ("train/too_long_count", "answers were longer than data.max_tokens or the context, and were left out", "warn"),
 )
 
 
@@ -61,6 +63,9 @@ def render(data: RunData) -> str:
         state=_state(data),
         facts=_facts(data),
         result=_result(data),
+        measured=_measured(data),
+        answers_tasks=makes_rollouts(data.settings) or bool(data.evals),
+        makes_rollouts=makes_rollouts(data.settings) or bool(data.rollouts),
         alerts=_alerts(data),
         ledger=_ledger(data),
         examples=data.examples,
@@ -80,13 +85,22 @@ def _page_data(data: RunData) -> dict[str, Any]:
     rows, every = thin(data.rows)
     return {
         "every": every,
+        "loop": data.settings.get("loop", "sync"),
         "series": {name: [_short(row.get(name)) for row in rows] for name in names(rows)},
         "steps": [row["step"] for row in rows],
         "evals": [asdict(point) for point in data.evals],
-        "meanings": {m.name: m.meaning for m in METRICS.values()},
+        "metrics": {name: _declared(name) for name in names(rows)},
         "success_reward": data.success_reward,
         "rollouts": data.rollouts,
     }
+
+
+def _declared(name: str) -> dict[str, str]:
+    try:
+        found = metric(name)
+    except KeyError:        # of a run of another version
+        return {"meaning": "", "unit": ""}
+    return {"meaning": found.meaning, "unit": found.unit}
 
 
 def _embed(value: Any) -> Markup:
@@ -125,15 +139,20 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
     settings, run, summary = data.settings, data.run, data.summary or {}
     train, model = settings.get("train", {}), settings.get("model", {})
     method = next((settings[name] for name in METHODS if settings.get(name)), {})
+    teachers = (settings.get("distill") or {}).get("teachers", [])
     facts: list[tuple[str, Any]] = [
         ("model", run.get("model") or model.get("path") or _scratch(model)),
         ("parameters", _parameters(run)),
         ("adapters", f"LoRA, rank {model['lora'].get('rank', '?')}" if model.get("lora") else None),
         ("tasks", _ref((settings.get("tasks") or {}).get("source"))),
         ("answers", _ref((settings.get("data") or {}).get("source"))),
-        ("train / held out", f"{run['train_tasks']:,} / {run['held_out_tasks']:,} tasks" if "train_tasks" in run else None),
-        ("rewards", ", ".join(filter(None, (_ref(reward.get("fn")) for reward in settings.get("rewards", []))))),
-        ("loss", _ref(method.get("loss") or method.get("divergence"))),
+        ("environments", ", ".join(place.get("name", "?") for place in settings.get("environments") or [])),
+        ("train / held out", f"{run['train_tasks']:,} / {run['held_out_tasks']:,}" if "train_tasks" in run else None),
+        ("rewards", ", ".join(filter(None, (_ref(reward.get("fn")) for reward in settings.get("rewards") or [])))),
+        ("method", settings.get("preset") or (settings["loop"].replace("_", " ") if settings.get("loop", "sync") != "sync" else None)),
+        ("loss", _ref(method.get("loss") or method.get("divergence"))
+         or ", ".join(filter(None, (_ref(term.get("fn")) for term in method.get("losses", []))))),
+        ("teachers", ", ".join(_scratch(t["model"]) or t["model"].get("path") or "?" for t in teachers)),
         ("advantage", _ref(method.get("advantage"))),
         ("a step", _a_step(train)),
         ("learning rate", settings.get("optim", {}).get("lr")),
@@ -199,6 +218,16 @@ def _result(data: RunData) -> dict[str, Any] | None:
     }
 
 
+def _measured(data: RunData) -> dict[str, Any] | None:
+    """The table of what was measured on held-out data besides answers to tasks."""
+    if data.measured is None or not (lines := lines_of(data.measured.metrics)):
+        return None
+    done = data.summary is not None
+    first, last = ("before training", "after training") if done else (f"step {step}" for step in data.measured.steps)
+    tone = {None: "plain", True: "good", False: "bad"}[lines[0].better]
+    return {"first": first, "last": last, "lines": lines, "sentence": sentence(lines[0]) if done else "", "tone": tone}
+
+
 def _sentence(paired: Mapping[str, Any]) -> str:
     """The paired test in words."""
     difference, p = paired["difference_frac"], paired["p"]
@@ -233,12 +262,14 @@ def _alerts(data: RunData) -> list[tuple[str, str]]:
     alerts += [("bad", f"{name} was NaN or infinite in {count} steps; those points are missing.") for name, count in broken.items()]
     if missing := _gaps(rows):
         alerts.append(("bad", f"metrics.jsonl has no row for steps {missing}."))
-    for name, limit, sentence in (
+    for name, limit, words in (
         ("rollout/constant_groups_frac", 0.5, "of the groups had equal rewards for all samples, which teach nothing"),
         ("rollout/truncated_frac", 0.2, "of the training rollouts were cut off before the policy ended them"),
     ):
         if (share := _mean(rows, name)) is not None and share > limit:
-            alerts.append(("warn", f"{_pct(share)} {sentence}."))
+            alerts.append(("warn", f"{_pct(share)} {words}."))
+    if (size := _mean(rows, "train/correction_ess_frac")) is not None and size < 0.5:
+        alerts.append(("warn", f"The correction's effective sample size is {_pct(size)} of the tokens; a few of them weigh most."))
     if (gap := _mean(rows, "train/kl_cur_gen_nats")) is not None and abs(gap) > 0.01:
         alerts.append(("warn", f"Trainer and sampler disagree by {gap:.3f} nats a token on average; below 0.01 is usual."))
     alerts += [("warn", f"{problem}.") for problem in data.problems]

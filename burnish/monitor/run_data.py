@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from burnish.evaluate.measure import interval, paired
+from burnish.monitor.measured import ANSWERING
 from burnish.monitor.metrics import metric
 from burnish.monitor.rollouts import read_rows
 from burnish.monitor.writer import MetricsError, read_metrics
@@ -42,6 +43,14 @@ class EvalPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The first and the last step that were evaluated, and metric -> {before, after}."""
+
+    steps: tuple[int, int]
+    metrics: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class RunData:
     run_dir: Path
     rows: list[dict[str, Any]]
@@ -50,6 +59,7 @@ class RunData:
     run: dict[str, Any]
     summary: dict[str, Any] | None
     evals: list[EvalPoint]
+    measured: Measured | None          # first against last evaluation, by held-out metrics other than those of answers to tasks
     paired: dict[str, Any] | None      # first against last evaluation, as in summary.json; only where there is no summary
     rollouts: list[dict[str, Any]]     # a bounded choice, ready for the page
     examples: list[dict[str, Any]]
@@ -89,8 +99,9 @@ def read_run(run_dir: Path) -> RunData:
     return RunData(
         run_dir, rows, settings, _cut(settings_text, MAX_SETTINGS_CHARS), run, summary,
         evals=_evals(run_dir, rows, success_reward, notes),
+        measured=_measured(rows),
         paired=None if summary else notes.attempt("the evaluations", lambda: _paired(run_dir, success_reward), None),
-        rollouts=_choose(run_dir, rows, notes),
+        rollouts=_choose(run_dir, rows, settings, notes),
         examples=_examples(run_dir, summary, notes),
         success_reward=success_reward,
         problems=notes.problems,
@@ -152,6 +163,15 @@ def _evals(run_dir: Path, rows: Sequence[Mapping[str, Any]], success_reward: flo
     return points
 
 
+def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured | None:
+    found = [row for row in rows if any(name.startswith("eval/") and name not in ANSWERING for name in row)]
+    if len(found) < 2:
+        return None
+    first, last = found[0], found[-1]
+    names = [name for name in first if name.startswith("eval/") and name in last]
+    return Measured((first["step"], last["step"]), {name: {"before": first[name], "after": last[name]} for name in names})
+
+
 def _bounds(path: Path, success_reward: float) -> tuple[float | None, float | None, int] | None:
     """(low, high, number of items) of the mean over tasks; a task with no scored sample has no value."""
     items = _items(path, success_reward)
@@ -191,13 +211,14 @@ def step_files(folder: Path) -> dict[int, Path]:
     return {int(m[1]): path for path in sorted(folder.iterdir()) if (m := _STEP.fullmatch(path.name))}
 
 
-def _choose(run_dir: Path, rows: Sequence[Mapping[str, Any]], notes: _Notes) -> list[dict[str, Any]]:
+def _choose(run_dir: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], notes: _Notes) -> list[dict[str, Any]]:
     """Training rollouts of steps spread over the run and of steps with failures; the same held-out tasks first and last."""
     failed = [row["step"] for row in rows if row.get("rollout/not_scored_count")]
     chosen: list[dict[str, Any]] = []
+    expected = {"rollouts": makes_rollouts(settings), "evals": makes_rollouts(settings) or bool(settings.get("tasks"))}
     for where, most, pick in (("rollouts", MAX_STEPS_SHOWN, _telling), ("evals", 2, _first_tasks)):
         files = step_files(run_dir / where)
-        if not files:
+        if not files and expected[where]:
             notes.problems.append(f"there are no {'evaluations' if where == 'evals' else 'rollouts'} on disk")
         steps = set(_spread(sorted(files), most))
         if where == "rollouts":
@@ -207,6 +228,11 @@ def _choose(run_dir: Path, rows: Sequence[Mapping[str, Any]], notes: _Notes) -> 
             read = notes.attempt(f"{where}/{path.name}", lambda path=path: read_rows(path), [])
             chosen += [_for_page(row, "held-out" if where == "evals" else "training", why) for row, why in pick(read)]
     return chosen
+
+
+def makes_rollouts(settings: Mapping[str, Any]) -> bool:
+    """Whether the run learns from rollouts; a loop on written answers may make some beside them."""
+    return settings.get("loop", "sync") == "sync"
 
 
 def _first_tasks(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:

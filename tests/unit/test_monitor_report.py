@@ -12,7 +12,7 @@ from burnish.monitor.rollouts import write_rollouts
 from burnish.monitor.run_data import read_run, thin
 from burnish.monitor.writer import MetricsWriter
 from burnish.types import Group, Rollout, Scored, Task, Turn
-from tests.make_run import HOSTILE, make_run
+from tests.make_run import HOSTILE, make_answers_run, make_run
 
 
 class Page(html.parser.HTMLParser):
@@ -172,6 +172,48 @@ def test_broken_files_are_named_and_the_rest_is_shown(tmp_path):
         assert f"{name} cannot be read" in page.text, name
     assert "no row for steps 4 to 6" in page.text
     assert len(page.data["rollouts"]) > 10 and page.data["evals"][0]["low"] is None and page.data["evals"][1]["low"] is not None
+
+
+def test_a_run_on_written_answers_says_what_was_measured_and_speaks_of_no_rollouts(tmp_path):
+    page = page_of(make_answers_run(tmp_path / "run"))
+    assert "Held out, before and after before training after training change preference accuracy 50.0% 90.0% +40.0 points" in page.text
+    assert "Held-out preference accuracy: 50.0% before training, 90.0% after." in page.text
+    assert "loss 0.7000 0.5000 -0.2" in page.text and "implied reward, rejected 0.0000 -0.2000 -0.2" in page.text
+    classes = [attrs.get("class") for tag, attrs in page.tags if tag == "td" and attrs.get("class") in ("better", "worse")]
+    assert classes == ["better"] * 3        # accuracy, loss, margin; the rewards of one side are neither
+    for part in ("method preference", "loss sigmoid(beta=0.1)", "a step 8 written answers", "answers jsonl_pairs", "400 / 40"):
+        assert part in page.text, part
+    assert "No update was skipped, and no answer was left out." in page.text
+    ids = {attrs.get("id") for _, attrs in page.tags}
+    assert {"result", "curves", "time", "settings"} <= ids and not {"rollouts", "answers", "list"} & ids
+    assert not {"#rollouts", "#answers"} & {attrs.get("href") for tag, attrs in page.tags if tag == "a"}
+    for word in ("rollout", "on disk", "accuracy was", "is not there"):
+        assert word not in page.text.replace("rollouts need JavaScript", ""), word
+
+
+def test_a_run_on_written_answers_that_is_still_going_or_measured_nothing(tmp_path):
+    page = page_of(make_answers_run(tmp_path / "going", steps=25, finished=False))
+    assert "preference accuracy 50.0% 82.0% +32.0 points" in page.text and "step 0 step 20 change" in page.text
+    assert "before training" not in page.text.partition("Curves")[0].replace("Held out, before and after", "")
+    page = page_of(make_answers_run(tmp_path / "blind", evals=False))
+    assert "holds no evaluation, so nothing can be said about what was held out" in page.text
+
+
+def test_measures_beside_accuracy_stand_below_it(tmp_path):
+    run_dir = make_run(tmp_path, steps=12)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"eval/divergence_nats": 1 / (1 + row["step"])} if "eval/accuracy_frac" in row else {}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(run_dir)
+    assert "Held-out accuracy accuracy 95 % interval" in page.text
+    assert "Other measures before training after training change divergence from the teachers, nats a token 1.0000 0.0769" in page.text
+
+
+def test_a_small_effective_sample_size_is_told(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 1.0, "train/correction_ess_frac": 0.2})
+    assert "effective sample size is 20.0 % of the tokens" in page_of(tmp_path).text
 
 
 def test_numbers_that_are_none_are_named(tmp_path):

@@ -1,7 +1,9 @@
+import re
 from pathlib import Path
 
 from rich.console import Console
 
+from burnish.monitor.measured import lines_of
 from burnish.monitor.outcome import show_outcome
 
 BEFORE = {"accuracy_frac": 0.25, "low": 0.1, "high": 0.4, "num_items": 20}
@@ -36,6 +38,27 @@ def test_without_held_out_tasks_and_where_none_could_be_scored():
     assert "no held-out task could be scored" in shown({"before": {"num_items": 0}, "after": AFTER})
     text = shown({"before": BEFORE, "after": {"num_items": 0}})
     assert "25.0%" in text and "not scored" in text
+
+
+def test_what_was_measured_besides_accuracy():
+    measured = {
+        "eval/loss_nats": {"before": 2.5, "after": 1.25}, "eval/preference_accuracy_frac": {"before": 0.5, "after": 0.4},
+        "eval/own_measure": {"before": 1.0, "after": 2.0}, "eval/accuracy_frac": {"before": 0.1, "after": 0.2},
+    }
+    text = shown({"steps": 3, "wall_s": 1.0, "measured": measured})
+    lines = [line for line in text.splitlines() if "│" in line]
+    assert [re.sub(r"[│ ]+", " ", line).strip() for line in lines] == [
+        "preference accuracy 50.0% 40.0% -10.0 points", "loss, nats a token 2.5000 1.2500 -1.25", "own measure 1 2 +1",
+    ]
+    assert "10.0%" not in text and "accuracy" not in shown({"measured": {}})
+
+
+def test_a_change_for_the_worse_is_red_and_one_without_a_direction_plain():
+    better = {line.name: line.better for line in lines_of({
+        "eval/loss": {"before": 1.0, "after": 2.0}, "eval/preference_margin": {"before": 1.0, "after": 2.0},
+        "eval/score_mean": {"before": 1.0, "after": 2.0}, "eval/loss_nats": {"before": 1.0, "after": 1.0 + 1e-9},
+    })}
+    assert better == {"eval/loss": False, "eval/preference_margin": True, "eval/score_mean": None, "eval/loss_nats": None}
 
 
 def test_markup_in_answers_is_text():

@@ -22,28 +22,67 @@ const percent = v => (100 * v).toFixed(1) + " %";
 // ---- curves ------------------------------------------------------------------------------------
 const has = name => (data.series[name] || []).some(v => v !== null);
 const same = (a, b) => has(a) && has(b) && data.series[a].every((v, i) => v === data.series[b][i]);
-const scores = Object.keys(data.series).filter(name => name.startsWith("rollout/score_"));
+const all = Object.keys(data.series);
+const some = (name, test) => (data.series[name] || []).some(v => v !== null && test(v));
+const moves = name => new Set((data.series[name] || []).filter(v => v !== null)).size > 1;
+const scores = all.filter(name => name.startsWith("rollout/score_"));
+const places = all.filter(name => /^rollout\/reward_.+_mean$/.test(name));
+const terms = all.filter(name => name.startsWith("train/loss_"));
+const coefs = all.filter(name => /^train\/(kl|entropy)_coef/.test(name));
 const drawn = l => has(l.name) && (!l.bars || data.series[l.name].some(v => v > 0));
 const line = (name, label, extra = {}) => ({name, label, ...extra});
+const heldOut = (name, label = "held out", extra = {}) => line(name, label, {dots: true, ...extra});
+const both = (title, quantity, note, extra = {}) => ({title, note, optional: true, lines: [line(`train/${quantity}`, "training", extra), heldOut(`eval/${quantity}`, "held out", extra)]});
+const sides = (title, quantity, unit, note) => ({title, note, optional: true, signed: true, lines: ["chosen", "rejected"].flatMap(side =>
+  [line(`train/${quantity}_${side}_${unit}`, side), heldOut(`eval/${quantity}_${side}_${unit}`, `${side}, held out`)])});
+const clipped = has("train/clip_frac");
+// optional: left out where it was not measured; the others are left out so in loops on written answers only
 const charts = [
   {title: "Reward", lines: [line("rollout/reward_mean", "reward"),
     ...(same("rollout/reward_mean", "rollout/success_frac") ? [] : [line("rollout/success_frac", "success fraction", {right: true, format: percent})])],
     note: same("rollout/reward_mean", "rollout/success_frac") ? "Mean reward of training rollouts, here equal to the fraction that succeed" : "Training rollouts: mean reward, and the fraction that succeed"},
   {title: "Held-out accuracy", evals: true, note: "Tasks never trained on, with 95 % intervals", format: percent},
+  both("Pairs in order", "preference_accuracy_frac", "Pairs whose chosen answer has the higher score or implied reward", {format: percent}),
+  both("Accuracy of steps", "step_accuracy_frac", "Steps whose class is the one the model finds most probable", {format: percent}),
+  both("Accuracy of classes", "label_accuracy_frac", "Answers whose class is the median of those the model thinks of", {format: percent}),
+  both("Distance to the rating", "rating_error_mean", "In the unit of the ratings"),
+  {title: "Negative log-likelihood", optional: true, lines: [line("train/nll_nats", "training"), heldOut("eval/loss_nats")], note: "Of the answers, nats a token"},
+  both("Divergence from the teachers", "divergence_nats", "Nats a token"),
   {title: "KL to the start", lines: [line("train/kl_cur_ref_nats", "training rollouts")],
     note: "How far the policy has moved from where it began, nats a token"},
-  {title: "Entropy", lines: [line("train/entropy_nats", "entropy")], note: "How undecided the policy is about its next token, nats"},
+  {title: "Entropy", lines: [line("train/entropy_nats", "entropy"), ...all.filter(name => name.startsWith("train/entropy_nats_")).map(name => line(name, name.slice(19)))], note: "How undecided the policy is about its next token, nats"},
   {title: "Length", lines: [line("rollout/sampled_tokens_mean", "tokens"), line("rollout/truncated_frac", "cut off", {right: true, format: percent})],
     note: "Tokens the policy writes in one rollout, and the fraction cut off by the limit"},
+  {title: clipped || data.loop === "sync" ? "Loss and clipping" : "Loss", lines: [line("train/loss", "loss"), heldOut("eval/loss"), line("train/clip_frac", "clipped tokens", {right: true, format: percent})],
+    note: data.loop === "sync" ? "The loss of a policy gradient need not fall" : "What is minimised", signed: true},
+  {title: "Terms of the loss", optional: true, signed: true, lines: terms.length > 1 ? terms.map(name => line(name, name.slice(11))) : [], note: "What each adds to the loss, its weight included"},
+  {...both("Margin of implied rewards", "preference_margin", "That of the chosen answer less that of the rejected one"), signed: true},
+  sides("Implied rewards", "reward", "mean", "beta log(cur / ref) of chosen and rejected answers"),
+  {...sides("Scores", "score", "mean", "What the reward model gives"), ...(has("train/score_mean") ? {lines: [line("train/score_mean", "training"), heldOut("eval/score_mean")]} : {})},
+  sides("Log-probs of answers", "logp", "nats", "Of whole answers, nats"),
   {title: "Speed", lines: [line("rate/generate_tokens_per_s", "generating"), line("rate/train_tokens_per_s", "training")], note: "Tokens a second; training counts the prompts, too", ticks: "~s"},
-  {title: "Gradient, learning rate", lines: [line("train/grad_norm", "gradient norm"), line("train/lr", "learning rate", {right: true, raw: true})],
+  {title: "Gradient, learning rate", lines: [line("train/grad_norm", "gradient norm"), line("train/critic_grad_norm", "of the critic"), line("train/lr", "learning rate", {right: true, raw: true})],
     note: "Gradient norm before clipping, and the learning rate of the last update"},
   {title: "Trainer against sampler", lines: [line("train/kl_cur_gen_nats", "KL")], note: "0 when the trainer computes the log-probs the sampler had; nats a token"},
   {title: "Groups without signal", lines: [line("rollout/constant_groups_frac", "constant groups", {format: percent}),
     line("rollout/not_scored_count", "not scored", {right: true, bars: true})], note: "Groups whose rewards are all equal teach nothing; unscored rollouts are left out"},
-  {title: "Loss and clipping", lines: [line("train/loss", "loss"), line("train/clip_frac", "clipped tokens", {right: true, format: percent})], note: "The loss of a policy gradient need not fall"},
-  ...(scores.length > 1 ? [{title: "Reward parts", lines: scores.map(name => line(name, name.slice(14, -5))), note: "Mean score of each reward, before its weight"}] : []),
+  {title: "Further rounds of tasks", optional: true, lines: [line("rollout/refill_rounds_count", "rounds")], note: "Drawn in place of groups without signal"},
+  {title: "Own answers", optional: true, lines: [line("train/on_policy_frac", "share", {format: percent})], note: "Trained answers that the policy wrote itself"},
+  {title: "Reward parts", optional: true, lines: scores.length > 1 ? scores.map(name => line(name, name.slice(14, -5))) : [], note: "Mean score of each reward, before its weight"},
+  {title: "Reward by environment", optional: true, lines: places.map(name => line(name, name.slice(15, -5))), note: "Mean reward of the rollouts of each"},
+  {title: "Cost and its weight", optional: true, lines: [line("rollout/cost_mean", "cost"), line("train/constraint_multiplier", "multiplier", {right: true, raw: true})], note: "Mean cost of a step, and its weight against the reward"},
+  {title: "Critic", optional: true, lines: [line("train/value_error", "squared error"), line("train/critic_loss", "loss", {right: true})], note: "Distance of the critic's values to the returns"},
+  {title: "Distance within a step", optional: true, lines: moves("train/kl_cur_prox_nats") ? [line("train/kl_cur_prox_nats", "KL"), line("train/stopped_updates_count", "updates left out", {right: true, bars: true})] : [],
+    note: "The policy against where the step began, nats a token; the largest of a step's updates"},
+  {title: "Weights for the sampler's distance", optional: true, lines: some("train/correction_ess_frac", v => v < .999) || some("train/correction_dropped_frac", v => v > 0) ?
+    [line("train/correction_ess_frac", "effective sample size", {format: percent}), line("train/correction_dropped_frac", "dropped", {format: percent}), line("train/correction_weight_mean", "mean weight", {right: true})] : [],
+    note: "1 and nothing dropped where trainer and sampler agree"},
+  {title: "Coefficients", optional: true, lines: coefs.some(moves) ? coefs.map(name => line(name, name.slice(6), {raw: true})) : [], note: "Weights that a controller moves"},
 ];
+const QUIET = /^(time|rate|memory)\/|_count$|^eval\/(accuracy_frac|reward_mean|sampled_tokens_mean)$|^train\/(kl_cur_prox_nats|correction_.*|loss_.*|(kl|entropy)_coef.*)$|^rollout\/(score_|success_frac)/;
+const charted = new Set(charts.flatMap(chart => chart.lines || []).map(l => l.name));
+for (const name of all.filter(name => !charted.has(name) && !QUIET.test(name) && has(name)))
+  charts.push({title: name, note: (data.metrics[name] || {}).meaning || "", optional: true, signed: true, lines: [line(name, name, {dots: name.startsWith("eval/")})]});
 
 function smooth(values) {
   const known = values.filter(v => v !== null).length;
@@ -79,7 +118,7 @@ function layout(t, more) {
 function lineTraces(chart, t) {
   const traces = [];
   chart.lines.filter(drawn).forEach((l, i) => {
-    const y = data.series[l.name], axis = l.right ? "y2" : "y", color = t.colors[i];
+    const y = data.series[l.name], axis = l.right ? "y2" : "y", color = t.colors[i % t.colors.length];
     const hover = l.format === percent ? "%{y:.1%}" : "%{y:.4g}";
     const known = y.filter(v => v !== null).length;
     const base = {x: data.steps, y, yaxis: axis, name: l.label, connectgaps: true, hovertemplate: hover, type: "scatter"};
@@ -118,6 +157,7 @@ function latest(chart) {
 function buildCharts() {
   for (const chart of charts) {
     const shown = chart.evals ? data.evals.length : chart.lines.some(l => has(l.name));
+    if (!shown && (chart.optional || data.loop !== "sync")) continue;
     const key = el("div", {class: "key"});
     const plot = shown ? el("div", {class: "plot"}) : el("p", {class: "none"}, "Not measured in this run.");
     $("charts").append(el("div", {class: "card chart"}, el("div", {class: "title"}, el("h3", {}, chart.title), el("span", {class: "now", title: "latest value"}, latest(chart))), el("p", {class: "means"}, chart.note), plot, key));
@@ -132,10 +172,10 @@ function drawCharts() {
   for (const chart of charts.filter(c => c.plot)) {
     const traces = chart.evals ? evalTraces(t) : lineTraces(chart, t);
     const right = (chart.lines || []).find(l => l.right && drawn(l));
-    const left = isPercent(chart) ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: chart.title.startsWith("Loss") ? "normal" : "tozero", ...(chart.ticks ? {tickformat: chart.ticks} : {})};
+    const left = isPercent(chart) ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: chart.signed ? "normal" : "tozero", ...(chart.ticks ? {tickformat: chart.ticks} : {})};
     Plotly.react(chart.plot, traces, layout(t, {yaxis: left, ...(right ? {yaxis2: right.format === percent ? {tickformat: ".1~%", rangemode: "tozero"} : {rangemode: "tozero", ...(right.bars ? {dtick: barTick(right.name)} : {})}} : {})}), config);
     const lines = (chart.lines || []).filter(drawn);
-    chart.key.replaceChildren(...(lines.length > 1 ? lines.map((l, i) => el("span", {}, el("i", {style: `background:${t.colors[i]}`}), l.label + (l.right ? " (right)" : ""))) : []));
+    chart.key.replaceChildren(...(lines.length > 1 ? lines.map((l, i) => el("span", {}, el("i", {style: `background:${t.colors[i % t.colors.length]}`}), l.label + (l.right ? " (right)" : ""))) : []));
   }
   if ($("ledger-plot")) drawLedger(t, config);
 }
@@ -272,8 +312,6 @@ function listen() {
     const move = {ArrowDown: 1, ArrowUp: -1}[event.key];
     if (move && shown.length) { event.preventDefault(); show(Math.min(shown.length - 1, Math.max(0, chosen + move))); }
   });
-  $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", event => setTheme(event.matches ? "dark" : "light"));
 }
 
 function setTheme(name) {
@@ -284,8 +322,12 @@ function setTheme(name) {
 
 buildCharts();
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-buildFilters();
-list("all");
-listen();
+$("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", event => setTheme(event.matches ? "dark" : "light"));
+if ($("list")) {         // a run on written answers may have no rollouts
+  buildFilters();
+  list("all");
+  listen();
+}
 document.documentElement.dataset.ready = "yes";
 })();
