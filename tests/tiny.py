@@ -51,7 +51,7 @@ def tiny_data(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         node = raw
         for key in path:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
-        node[int(last) if isinstance(node, list) else last] = value
+        node[int(last) if isinstance(node, list) else last] = copy.deepcopy(value)
     return raw
 
 
