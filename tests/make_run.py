@@ -130,7 +130,8 @@ def make_answers_run(run_dir: Path, *, steps: int = 30, seed: int = 0, finished:
             if step:
                 row |= {f"train/{name}": value + rng.gauss(0, 0.01) for name, value in pairs.items()}
                 row |= {"train/loss_sigmoid": 0.5, "train/loss_nll": 0.2, "train/grad_norm": 1.0, "train/lr": 1e-6,
-                        "train/too_long_count": 0, "train/skipped_updates_count": 0, "rate/train_tokens_per_s": 900.0, "time/train_s": 1.0, "time/step_s": 1.0}
+                        "train/too_long_count": 0, "train/skipped_updates_count": 0,
+                        "rate/train_tokens_per_s": 900.0, "time/train_s": 1.0, "time/step_s": 1.0}
             writer.write(step, row)
     if finished:
         (run_dir / "summary.json").write_text(json.dumps({"name": "dpo", "seed": 0, "steps": steps, "wall_s": 31.0, "measured": {}}))

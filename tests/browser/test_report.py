@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from burnish.monitor.report import write_report
-from tests.make_run import make_run
+from tests.make_run import make_answers_run, make_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -61,6 +61,26 @@ def test_it_draws_without_an_error_or_a_request(browser, report):
     asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     assert asked[0] == f"file://{report}" and all(url.startswith(("file://", "data:", "blob:")) for url in asked)
     assert len([url for url in asked if url.startswith("file://")]) == 1
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_run_on_written_answers_draws_what_it_has(browser, tmp_path, width):
+    path = write_report(make_answers_run(tmp_path))
+    visit(browser, path, width=width)
+    drawn = browser.execute_script(
+        "return [...document.querySelectorAll('.chart')].map(c => [c.querySelector('h3').textContent, c.querySelectorAll('.trace').length])"
+    )
+    titles = {title: traces for title, traces in drawn}
+    assert set(titles) == {
+        "Pairs in order", "Margin of implied rewards", "Implied rewards", "Loss", "Terms of the loss", "Speed", "Gradient, learning rate",
+    }
+    assert all(titles.values()) and titles["Pairs in order"] == 3 and titles["Implied rewards"] == 6     # curve, mean of it, held out
+    assert browser.execute_script("return document.querySelectorAll('#charts .none').length") == 0
+    assert "90.0%" in browser.execute_script("return document.querySelector('.measured').textContent")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    browser.execute_script("document.getElementById('theme').click()")
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    assert browser.get_log("browser") == []
 
 
 def test_what_a_model_wrote_stays_inert(browser, report):
