@@ -70,7 +70,7 @@ def test_a_run_on_written_answers_draws_what_it_has(browser, tmp_path, width):
     drawn = browser.execute_script(
         "return [...document.querySelectorAll('.chart')].map(c => [c.querySelector('h3').textContent, c.querySelectorAll('.trace').length])"
     )
-    titles = {title: traces for title, traces in drawn}
+    titles = dict(drawn)
     assert set(titles) == {
         "Pairs in order", "Margin of implied rewards", "Implied rewards", "Loss", "Terms of the loss", "Speed", "Gradient, learning rate",
     }
