@@ -82,6 +82,12 @@ def test_every_preset_is_named():
     assert [name for name in PRESETS if f"`{name}`" not in LIBRARY] == []
 
 
+def test_what_the_guide_begins_with_is_there():
+    guide = PAGES["docs/algorithms/README.md"].partition("## What do you have?")[2].partition("\n## ")[0]
+    names = [name for row in guide.splitlines() if row.startswith("|") for name in re.findall(r"`([^`]+)`", row.split("|")[2])]
+    assert len(names) > 10 and [name for name in names if name not in PRESETS and not name.startswith("loop: ")] == []
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_setting_tells_what_it_is_for(section):
     rows = list(tables.KINDS["settings"](section))[2:]
