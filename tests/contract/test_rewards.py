@@ -577,7 +577,7 @@ def test_a_long_run_of_cheap_calls_keeps_being_scored(file):
 def test_an_error_of_the_pool_itself_answers_every_rollout(file, monkeypatch):
     """Whatever breaks inside: no rollout waits for ever, and none gets a number."""
     with RewardPool([setting(file, "one")]) as pool:
-        monkeypatch.setattr("burnish.rewards.pool._Driver._feed", lambda self: 1 / 0)
+        monkeypatch.setattr("burnish.rewards.pool._Driver._step", lambda self: 1 / 0)
         scored = pool.score([rollout("x", n) for n in range(20)])
     assert all(s.reward is None and "ZeroDivisionError" in s.errors["one"] for s in scored)
 
