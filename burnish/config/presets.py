@@ -84,6 +84,10 @@ POLICY_GRADIENTS = {
         "GRPO divided by the deviation of the whole step, token-mean, no KL (Lite PPO).", "arXiv:2508.08221",
         _algo("standardize_by_batch", _CLIP, "token_mean"),
     ),
+    "grpo_process": Preset(
+        "GRPO on the rewards of steps: a token's advantage is the sum of those of its step and all later ones.",
+        "arXiv:2402.03300 section 4.1.3", {"algo": _GRPO["algo"] | {"advantage": _ref("standardize_steps")}},
+    ),
     "dr_grpo": Preset(
         "GRPO without its two biases: not divided by the deviation, nor by a rollout's own length.", "arXiv:2503.20783",
         _algo("center", _CLIP, "rollout_sum_over"), needs=("algo.reduce.length",),
@@ -287,7 +291,30 @@ PREFERENCES: dict[str, Preset] = {
 }
 """Pairs of answers, or single wanted and unwanted ones."""
 
-ANSWERS: dict[str, Preset] = {}
+ANSWERS: dict[str, Preset] = {
+    "sft": Preset(
+        "Cross-entropy of written answers; every token weighs the same.", "-",
+        {"loop": "sft", "sft": {"loss": _ref("cross_entropy"), "reduce": _ref("token_mean")}},
+    ),
+    "dft": Preset(
+        "Cross-entropy weighed by each token's probability, so that tokens the policy finds unlikely pull less.", "arXiv:2508.05629",
+        {"loop": "sft", "sft": {"loss": _ref("dft"), "reduce": _ref("token_mean")}},
+    ),
+    "rft": Preset(
+        "The best of each prompt's samples is learned as if it had been written (best of n, rejection sampling).",
+        "arXiv:2308.01825; the best of n: arXiv:2307.09288 section 3.2.3",
+        {"loop": "sync", "sft": {"loss": _ref("cross_entropy"), "reduce": _ref("token_mean"), "best_of": 1}},
+    ),
+    "gkd": Preset(
+        "Whole distributions of teachers, on written answers in half of the steps and on the policy's own in the others.",
+        "arXiv:2306.13649",
+        {
+            "loop": "distill",
+            "distill": {"divergence": _ref("generalized_jsd", beta=0.5), "reduce": _ref("token_mean"), "on_policy_frac": 0.5},
+        },
+        needs=("distill.teachers",),
+    ),
+}
 """Written answers, teachers, reward models."""
 
 PRESETS: Mapping[str, Preset] = {**POLICY_GRADIENTS, **PREFERENCES, **ANSWERS}

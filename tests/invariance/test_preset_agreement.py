@@ -99,6 +99,7 @@ SIMPLER = {
     "sequence_ppo": Same("rloo"),
     "opo": Same(than=("algo.advantage=center",), both=ONE_TOKEN),                     # all of one length
     "grpo": Same(than=like("standardize", "rollout_mean")),
+    "grpo_process": Same("grpo"),                                                   # rewards of whole answers are those of one step
     "dr_grpo": Same(than=("algo.advantage=center",), sets=("algo.reduce.length=4",), factor=1 / 4),
     "dapo": Same(
         "grpo", than=("algo.kl=null", "algo.reduce=token_mean"), both=("train.samples_per_prompt=64",),
