@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from burnish.chat.template import encode_answer, encode_prompt, end_token_ids
-from burnish.config import Environment, EvalSampling, Sampling, Settings
+from burnish.config import Environment, Sampling, Settings
 from burnish.config.errors import SettingsError
 from burnish.data.answers import TEXTS, split_answers
 from burnish.data.tasks import Split, digest, split
@@ -18,6 +18,7 @@ from burnish.plan.preferences import learns_from_single, problems_of_preference
 from burnish.plan.references import ROOMS, part, problems_of_pairs, problems_of_references, raised, room_of
 from burnish.plan.reward_models import problems_of_ratings, problems_of_reward_model
 from burnish.plan.teachers import problems_of_teachers
+from burnish.plan.told import facts_of, notes_of
 from burnish.ref import Ref
 from burnish.types import Example, Pair, Prompt, Rated, Task
 
@@ -71,8 +72,8 @@ def examine(settings: Settings) -> Checked:
         problems += _fit(settings, tasks, answers, model)
     if problems:
         raise SettingsError(problems)
-    notes = [*_notes(settings, tasks), *_answer_notes(answers)]
-    return Checked(notes, list(_told(settings, tasks, answers, model)), tasks, answers, model)
+    notes, facts = list(notes_of(settings, tasks, answers)), list(facts_of(settings, tasks, answers, model))
+    return Checked(notes, facts, tasks, answers, model)
 
 
 class _Refused(Exception):
@@ -236,73 +237,3 @@ def _some(items: Sequence[Any], chars: Callable[[Any], int]) -> list[Any]:
     half = MAX_ENCODED // 2
     rest = by_length[half:]
     return by_length[:half] + rest[:: max(len(rest) // half, 1)]
-
-
-# what is said
-
-def _notes(s: Settings, tasks: Mapping[str, Split]) -> Iterator[str]:
-    updates = num_updates(s)
-    if s.optim.lr == 0:
-        yield "optim.lr is 0: the weights stay as they are"
-    if s.optim.warmup_updates >= updates:
-        warmup = s.optim.warmup_updates
-        yield f"optim.warmup_updates is {warmup}, and the run makes {updates} updates: the learning rate rises to the end"
-    if s.sampling.temperature < 0.5:
-        yield f"sampling.temperature is {s.sampling.temperature}: samples of one prompt will be much alike, and equal rewards teach nothing"
-    if s.train.samples_per_prompt == 2:
-        yield "train.samples_per_prompt is 2: where rewards are 0 or 1, at least half of the groups have equal rewards and teach nothing"
-    for name, one in tasks.items():
-        place = f"environments {name}: " if name else ""
-        if one.num_duplicates:
-            yield f"{place}{one.num_duplicates} tasks have the prompt of another and are left out"
-        if not one.held_out:
-            yield f"{place}tasks.held_out is 0: nothing is measured on tasks that were not trained on"
-    if any(one.held_out for one in tasks.values()):
-        yield from _evaluation_notes(s)
-
-
-def _answer_notes(answers: Split | None) -> Iterator[str]:
-    if answers is not None and answers.num_duplicates:
-        yield f"{answers.num_duplicates} entries of data stand there twice and are left out"
-    if answers is not None and not answers.held_out:
-        yield "data.held_out is 0: nothing is measured on answers that were not trained on"
-
-
-def _evaluation_notes(s: Settings) -> Iterator[str]:
-    e, differ = s.evaluate, []
-    if e.every_steps > s.train.steps:
-        yield f"evaluate.every_steps is {e.every_steps}, but the run has {s.train.steps} steps: it is evaluated before and after only"
-    if e.samples_per_task > 1 and (e.sampling.temperature == 0 or e.sampling.top_k == 1):
-        count = e.samples_per_task
-        yield f"evaluate.samples_per_task is {count}, but evaluate.sampling takes the most probable token: all samples are the same"
-    for name in EvalSampling.model_fields if s.loop == "sync" else ():
-        if name in ("max_new_tokens", "stop", "end_tokens") and getattr(s.sampling, name) != getattr(e.sampling, name):
-            differ.append(name)
-    if differ:
-        yield f"evaluate.sampling and sampling differ in {', '.join(differ)}: held-out answers end elsewhere than trained ones"
-
-
-def num_updates(s: Settings) -> int:
-    return s.train.steps * s.train.epochs * s.train.minibatches
-
-
-def _told(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: Facts) -> Iterator[str]:
-    size = f", {model.num_parameters / 1e6:.1f} million parameters" if model.num_parameters else ""
-    yield f"model    {model.source}{size}, context {model.context_tokens} tokens"
-    t = s.train
-    for name, one in tasks.items():
-        if s.loop == "sync":
-            yield f"tasks    {len(one.train)} to train on, {len(one.held_out)} held out" + (f" ({name})" if name else "")
-        else:
-            yield f"tasks    {len(one.held_out)} to evaluate on"
-    if answers is not None:
-        yield f"data     {len(answers.train)} to train on, {len(answers.held_out)} held out"
-        yield f"run      {t.steps} steps of {t.examples_per_step}, {num_updates(s)} updates, " + (
-            f"{t.steps * t.examples_per_step / len(answers.train):.1f} passes over the data"
-        )
-        return
-    passes = t.steps * t.prompts_per_step / sum(len(one.train) for one in tasks.values())
-    yield (
-        f"run      {t.steps} steps of {t.prompts_per_step} prompts x {t.samples_per_prompt} samples, {num_updates(s)} updates, "
-        f"{passes:.1f} passes over the tasks"
-    )

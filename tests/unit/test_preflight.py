@@ -91,6 +91,7 @@ def test_a_recipe_that_works(look):
     assert len(found.tasks[""].train) == 80 and len(found.tasks[""].held_out) == 20 and found.model.context_tokens == 32
     assert (found.num_train, found.num_held_out, found.held_out_tasks) == (80, 20, 20)
     assert found.facts[1:] == [
+        "method   standardize, ppo_clip, token_mean",
         "tasks    80 to train on, 20 held out",
         "run      10 steps of 4 prompts x 4 samples, 10 updates, 0.5 passes over the tasks",
     ]
@@ -151,6 +152,36 @@ def test_changes_that_work(look, sets):
 def test_refusals(look, sets, told):
     (line,) = refusals(look, sets)
     assert told in line
+
+
+WRITTEN = """\
+name: tiny
+model: {scratch: {alphabet: "0123456789> ", config: {hidden_size: 32, num_attention_heads: 2}}}
+data: {source: {ref: pairs_of_tasks, tasks: {ref: copy_digits, length: 2}}, held_out: 20}
+train: {steps: 10, examples_per_step: 4}
+"""
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    (RECIPE + "algo: {kl: {coef: 0.1}}\n", ["method   standardize, ppo_clip, token_mean; a KL to the start"]),
+    (RECIPE + "algo: {advantage: {ref: gae, gamma: 1.0, lam: 1.0}}\ncritic: {}\n", [
+        "method   gae, ppo_clip, token_mean; a critic of its own",
+    ]),
+    (RECIPE + "preference: {}\n", ["method   preference: sigmoid"]),
+    (RECIPE + "sft: {best_of: 1}\n", ["method   sft: cross_entropy, token_mean"]),
+    (RECIPE + "preset: rloo\n", ["method   rloo: leave_one_out, reinforce, rollout_sum"]),
+    (WRITTEN + "loop: reward_model\n", [
+        "method   reward model: bradley_terry", "data     80 to train on, 20 held out",
+        "run      10 steps of 4 pairs, 10 updates, 0.5 passes over the data",
+    ]),
+    (WRITTEN.replace("pairs_of_tasks", "of_tasks") + "loop: sft\n", [
+        "run      10 steps of 4 answers, 10 updates, 0.5 passes over the data",
+    ]),
+])
+def test_what_is_told_of_a_method(look, tmp_path, text, told):
+    (tmp_path / "tiny.yaml").write_text(text)
+    facts = examine(load_recipe("tiny.yaml")).facts
+    assert set(told) <= set(facts), facts
 
 
 GAE = ["algo.advantage={ref: gae, gamma: 1.0, lam: 0.95}"]
@@ -255,6 +286,11 @@ def test_all_problems_come_together(look):
 def test_notes(look, sets, told):
     (note,) = look(sets)
     assert re.search(told, note)
+
+
+def test_a_note_on_a_critic_that_warms_up_to_the_end(look):
+    (note,) = look("algo.advantage={ref: gae, gamma: 1.0, lam: 1.0}", "critic.warmup_steps=10")
+    assert note == "critic.warmup_steps is 10, and the run has 10 steps: the policy learns in none of them"
 
 
 def test_note_on_repeated_prompts(look):
