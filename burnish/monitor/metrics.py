@@ -1,4 +1,4 @@
-"""Every metric, declared once, and the pool that adds them up exactly however a step is split."""
+"""Every metric, declared once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from numbers import Integral
 from typing import Literal
 
@@ -16,7 +15,9 @@ Reduction = Literal["mean", "sum", "last", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`mean` is a sum of values divided by a sum of weights; `last` and `max` pick one of the values."""
+    """`reduction` joins the values of several updates, and of several steps where a curve is thinned; a mean is one over all tokens of a
+    step, however it was split.
+    """
 
     name: str
     unit: str
@@ -133,62 +134,6 @@ def metric(name: str) -> Metric:
     near = difflib.get_close_matches(name, METRICS, 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise KeyError(f"no metric is called {name!r}{hint}; metrics are declared in burnish/monitor/metrics.py")
-
-
-class Pool:
-    """Adds up the metrics of one step over micro-batches, minibatches and ranks.
-
-    Sums are exact rational numbers, rounded to a float once at the end, so any split and any order give the same bits.
-    A name that is not declared (a metric of your own) is pooled as a mean.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[Fraction, Fraction]] = {}
-        self._picked: dict[str, float] = {}
-        self._not_finite: dict[str, None] = {}
-
-    def add(self, name: str, value_sum: float, weight: float = 1.0) -> None:
-        """mean: a sum of values and how many (or how much) they stand for. sum, last, max: the value; weight is not used."""
-        if not math.isfinite(value_sum) or not math.isfinite(weight):
-            self._not_finite[name] = None
-        elif weight < 0:
-            raise ValueError(f"{name}: weight {weight} is negative; a weight counts what the sum stands for")
-        elif self._reduction(name) in ("mean", "sum"):
-            total, weights = self._sums.get(name, (Fraction(0), Fraction(0)))
-            self._sums[name] = total + Fraction(value_sum), weights + Fraction(weight)
-        else:
-            self._pick(name, value_sum)
-
-    def merge(self, other: Pool) -> None:
-        """Add what another micro-batch or rank pooled. For `last` the other one counts as later."""
-        for name, (total, weights) in other._sums.items():
-            mine = self._sums.get(name, (Fraction(0), Fraction(0)))
-            self._sums[name] = mine[0] + total, mine[1] + weights
-        for name, value in other._picked.items():
-            self._pick(name, value)
-        self._not_finite.update(other._not_finite)
-
-    def rows(self) -> dict[str, float]:
-        """One float a metric. A mean of nothing is absent; a metric that met a NaN or an infinity is NaN, which the writer names."""
-        out = {}
-        for name, (total, weights) in self._sums.items():
-            if self._reduction(name) == "sum":
-                out[name] = float(total)
-            elif weights:
-                out[name] = float(total / weights)
-        return out | self._picked | dict.fromkeys(self._not_finite, math.nan)
-
-    def _pick(self, name: str, value: float) -> None:
-        if self._reduction(name) == "max" and name in self._picked:
-            value = max(value, self._picked[name])
-        self._picked[name] = float(value)
-
-    @staticmethod
-    def _reduction(name: str) -> Reduction:
-        try:
-            return metric(name).reduction
-        except KeyError:
-            return "mean"
 
 
 def finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:

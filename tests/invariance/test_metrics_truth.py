@@ -1,85 +1,85 @@
-"""T21: a pooled metric equals the value computed by hand over everything, however the step was split, down to the last bit."""
+"""T21: a metric is the value worked out over everything, however the step was split; and a number that is none stays visible."""
+
+from __future__ import annotations
 
 import json
 import math
-import pickle
-import random
+from functools import partial
 
 import pytest
+import torch
+from parts import CLIP, PLAIN, random_rows, state_of
 
-from burnish.monitor.metrics import METRICS, Pool
+from burnish.algorithms.corrections import token_mask
+from burnish.algorithms.penalties import KlController
+from burnish.algorithms.reduce import token_mean
+from burnish.algorithms.value_losses import clipped_error
+from burnish.models.heads import add_value_head
+from burnish.monitor.metrics import METRICS
 from burnish.monitor.writer import MetricsWriter, read_metrics
+from burnish.trainer import Algorithm, Correction, EntropyTerm, KlTerm, ValueTerm, train_step
+from burnish.trainer.columns import score_rows
+from burnish.types import Batch, Row
 
-# (log-ratio, weight of the token) of seven sampled tokens; ranks and micro-batches of unequal size
-VALUES = [0.5, -1.25, 3.0, 0.125, 2.0, -0.75, 1.5]
-
-
-@pytest.mark.parametrize("split", [[7], [1, 6], [3, 4], [2, 2, 3], [1] * 7])
-def test_a_mean_is_the_mean_over_all_tokens(split):
-    pool, begin = Pool(), 0
-    for size in split:
-        part = VALUES[begin : begin + size]
-        pool.add("train/kl_cur_gen_nats", sum(part), len(part))
-        begin += size
-    assert pool.rows() == {"train/kl_cur_gen_nats": sum(VALUES) / 7}
+LOW, HIGH = 0.8, 1.3
+WHOLE = Algorithm(
+    CLIP, token_mean, kl=KlTerm("k3", "naive", KlController(0.1)), correction=Correction(partial(token_mask, low=LOW, high=HIGH)),
+    entropy=EntropyTerm(0.01), value=ValueTerm(partial(clipped_error, clip=0.2), 0.5),
+)
 
 
-def test_two_unequal_ranks_merge_into_the_pooled_value():
-    a, b = Pool(), Pool()
-    a.add("train/entropy_nats", 0.5 - 1.25, 2)           # rank 0: two tokens
-    b.add("train/entropy_nats", 3.0 + 0.125 + 2.0, 3)    # rank 1: five tokens in two micro-batches
-    b.add("train/entropy_nats", -0.75 + 1.5, 2)
-    for pool, tokens, norm, lr in ((a, 2, 0.5, 1e-5), (b, 5, 2.0, 2e-5)):
-        pool.add("train/tokens_count", tokens)
-        pool.add("train/grad_norm", norm)
-        pool.add("train/lr", lr)
-    b = pickle.loads(pickle.dumps(b))                    # as it travels between processes
-    a.merge(b)
-    assert a.rows() == {
-        "train/entropy_nats": sum(VALUES) / 7,           # not the mean of the two means, which is another number:
-        "train/tokens_count": 7.0, "train/grad_norm": 2.0, "train/lr": 2e-5,
-    }
-    assert sum(VALUES) / 7 != ((0.5 - 1.25) / 2 + (3.0 + 0.125 + 2.0 - 0.75 + 1.5) / 5) / 2
+def rows_with_values() -> list[Row]:
+    rows = random_rows(9, ref=True)
+    return [r.put(value_prox=0.1 * i, ret=0.3 - 0.1 * i) for i, r in enumerate(rows)]
 
 
-def test_any_split_and_any_order_give_the_same_bits():
-    rng = random.Random(0)
-    values = [rng.gauss(0, 1) * 10 ** rng.randint(-12, 12) for _ in range(400)]
-    found = set()
-    for trial in range(20):
-        rng.shuffle(values)
-        pools = [Pool() for _ in range(1 + trial % 5)]
-        for value in values:
-            rng.choice(pools).add("train/loss", value)
-        for pool in pools[1:]:
-            pools[0].merge(pool)
-        found.add(pools[0].rows()["train/loss"])
-    assert found == {math.fsum(values) / 400}
+def step_metrics(make_tiny, *, tokens: int, **values) -> dict[str, float]:
+    loaded = make_tiny("llama")
+    add_value_head(loaded.module)
+    return train_step(
+        state_of(loaded), Batch(tuple(rows_with_values())), WHOLE, sampling=PLAIN, lr_of=lambda u: 1e-3, clip_norm=1.0,
+        tokens_per_micro_batch=tokens, **values,
+    )
 
 
-def test_a_mean_of_nothing_is_absent_and_never_zero():
-    pool = Pool()
-    pool.add("rollout/reward_mean", 0.0, 0)
-    assert pool.rows() == {}
+@pytest.mark.parametrize("values", [{}, {"epochs": 2, "minibatches": 3}], ids=["one update", "six"])
+def test_metrics_do_not_depend_on_the_split(make_tiny, values):
+    """Rows are of unequal length, so a mean of the micro-batches' means is another number."""
+    whole = step_metrics(make_tiny, tokens=10_000, **values)
+    assert len(whole) > 15
+    for tokens in (90, 40, 1):
+        split = step_metrics(make_tiny, tokens=tokens, **values)
+        assert split == {name: pytest.approx(value, rel=2e-4, abs=1e-6) for name, value in whole.items()}
 
 
-def test_rates_pool_as_tokens_over_seconds():
-    pool = Pool()
-    pool.add("rate/generate_tokens_per_s", 100, 1.0)
-    pool.add("rate/generate_tokens_per_s", 100, 4.0)
-    assert pool.rows() == {"rate/generate_tokens_per_s": 40.0}
+def test_the_sums_of_weights_are_those_of_all_tokens(make_tiny):
+    """The effective sample size is a ratio of sums, which no mean over micro-batches gives."""
+    loaded, rows = make_tiny("llama"), rows_with_values()
+    logp = score_rows(state_of(loaded).policy, rows, sampling=PLAIN, tokens_per_micro_batch=10_000)
+    pairs = [(a - b, m) for lp, r in zip(logp, rows, strict=True) for a, b, m in zip(lp, r.columns["logp_gen"], r.mask, strict=True)]
+    ratio = torch.tensor([x for x, m in pairs if m], dtype=torch.float64).exp()
+    weight = torch.where((ratio >= LOW) & (ratio <= HIGH), ratio, 0.0)
+    found = step_metrics(make_tiny, tokens=40)
+    assert 0 < found["train/correction_dropped_frac"] < 1
+    assert found["train/correction_dropped_frac"] == pytest.approx(float((weight == 0).double().mean()), abs=1e-9)
+    assert found["train/correction_weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-5)
+    assert found["train/correction_ess_frac"] == pytest.approx(float(weight.sum() ** 2 / (weight**2).sum() / len(weight)), rel=1e-5)
+
+
+def test_the_terms_of_a_loss_add_up_to_it(make_tiny):
+    found = step_metrics(make_tiny, tokens=40)
+    terms = {name.removeprefix("train/loss_"): value for name, value in found.items() if name.startswith("train/loss_")}
+    assert set(terms) == {"policy", "kl", "entropy", "value"}
+    assert sum(terms.values()) == pytest.approx(found["train/loss"], rel=1e-6)
+    assert terms["entropy"] == pytest.approx(-0.01 * found["train/entropy_nats"], rel=1e-5)
+    assert terms["kl"] == pytest.approx(0.1 * found["train/kl_cur_ref_nats"], rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_number_that_is_none_stays_visible(tmp_path, bad):
-    """A NaN in one micro-batch must not become a number by the others, and must not enter the file as one."""
-    pool, other = Pool(), Pool()
-    pool.add("train/loss", 1.0)
-    other.add("train/loss", bad)
-    other.add("train/entropy_nats", 2.0)
-    pool.merge(other)
+    """It must not enter the file as a number."""
     with MetricsWriter(tmp_path) as writer:
-        writer.write(1, pool.rows())
+        writer.write(1, {"train/loss": bad, "train/entropy_nats": 2.0})
     assert read_metrics(tmp_path) == [{"step": 1, "train/entropy_nats": 2.0, "not_finite": ["train/loss"]}]
     assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
 
