@@ -37,6 +37,25 @@ TINY: dict[str, Any] = {
     "monitor": {"sinks": []},
 }
 
+WRITTEN = {
+    "tasks": None, "rewards": [], "algo": None, "sampling": {}, "train.prompts_per_step": None, "train.samples_per_prompt": None,
+    "train.examples_per_step": 8, "data": {"source": {"ref": "of_tasks", "tasks": {"ref": "copy_digits", "length": 2}}, "held_out": 5},
+}
+TEACHERS = {"teachers": [{"model": {"scratch": {**TINY["model"]["scratch"], "model_type": "qwen2"}}}]}
+METHODS = {
+    "sft": {**WRITTEN, "loop": "sft", "train.minibatches": 2},
+    "distill": {**WRITTEN, "loop": "distill", "distill": {**TEACHERS, "on_policy_frac": 0.5}},
+    "on-policy distillation": {"algo": None, "distill": TEACHERS},
+    "teachers' advantage": {"algo.advantage": "teacher_gap", "distill": {**TEACHERS, "divergence": None}},
+    "best of n": {"algo": None, "sft": {"best_of": 2}},
+    "entropy": {"algo.entropy": {"coef": 0.01, "target_nats": 5.0}},
+    "baseline": {"algo.advantage": "minus_ema"},
+    "refill": {"algo.constant_groups": "refill", "train.epochs": 2},
+    "greedy baseline": {"algo.advantage": "above_greedy"},
+    "exact kl": {"algo.kl": {"coef": 0.1, "estimator": "exact", "target_nats": 0.1}, "model.lora": {"rank": 4, "dropout": 0.1}},
+}
+"""Changes that make a run of another method."""
+
 
 def tiny(changes: Mapping[str, Any] | None = None) -> Settings:
     """TINY with changes by dotted name."""

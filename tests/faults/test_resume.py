@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import tiny
+from tiny import METHODS, tiny, whole_and_resumed
 
 from burnish import checkpoint
 from burnish.api import RunError, Trainer
@@ -107,6 +107,13 @@ def test_killed_and_resumed_is_the_same_to_the_last_bit(tmp_path, uninterrupted,
     assert facts(folder) == uninterrupted
     assert [c.step for c in checkpoint.folder.all_of(folder / "checkpoints")] == [6, 8]
     assert not list((folder / "checkpoints").glob(".writing-*"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_to_the_same_bits(tmp_path, method):
+    changes = {**METHODS[method], "train.steps": 5, "checkpoint.every_steps": 2, "evaluate.every_steps": 2}
+    whole, resumed = whole_and_resumed(tmp_path, changes, stop_in_step=4)
+    assert whole == resumed
 
 
 def test_killed_from_outside_twice(tmp_path, uninterrupted):

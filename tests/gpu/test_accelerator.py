@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parts import GRPO, engine_of, random_rows, state_of
-from tiny import tiny
+from tiny import METHODS, WRITTEN, tiny
 
 from burnish.api import Trainer
 from burnish.config import Sampling
@@ -46,6 +46,23 @@ def test_a_step_moves_the_weights(make_tiny, dtype):
     state = state_of(make_tiny("llama"), dtype=dtype)
     train_step(state, Batch(tuple(random_rows(8))), GRPO, sampling=PLAIN, lr_of=lambda u: 1e-3, clip_norm=1.0)
     assert state.version == 1
+
+
+PAIRS = {**WRITTEN, "data.source": {"ref": "pairs_of_tasks", "tasks": {"ref": "copy_digits", "length": 2}}}
+GAE = {"algo.advantage": {"ref": "gae", "gamma": 1.0, "lam": 0.95}, "algo.normalize": "whiten", "train.epochs": 2}
+MORE = {
+    "critic": {**GAE, "critic": {"lr": 1e-3}}, "value head": {**GAE, "critic": {"kind": "head"}},
+    "preference": {**PAIRS, "loop": "preference", "preference": {"refresh_steps": 2}}, "reward model": {**PAIRS, "loop": "reward_model"},
+    "coupled": {**PAIRS, "loop": "preference", "preference": {"losses": [{"fn": {"ref": "aot", "beta": 0.1}}]}},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", [*METHODS, *MORE])
+def test_every_method_runs(tmp_path, method, dtype):
+    changes = {**(METHODS | MORE)[method], "train.steps": 3, "model.dtype": dtype, "train.tokens_per_micro_batch": 40}
+    rows = read_metrics(Trainer(tiny(changes), out=tmp_path / "run").run().folder)
+    assert len(rows) == 4 and all("not_finite" not in row for row in rows)
 
 
 def test_a_whole_run(tmp_path):
