@@ -7,16 +7,31 @@ import re
 import pytest
 
 from burnish.api import Trainer
-from burnish.config.load import load_recipe, shipped
+from burnish.config import Settings
+from burnish.config.load import dump, load_recipe, shipped
 from burnish.monitor.writer import read_metrics
 
 TINY = [info.name for info in shipped() if info.name.endswith("-tiny") and info.name != "from-scratch-tiny"]    # that one: test_learning
 METRICS = {
     "Reward": "rollout/reward_mean", "Held-out preference accuracy": "eval/preference_accuracy_frac",
-    "Held-out accuracy": "eval/accuracy_frac",
+    "Held-out accuracy": "eval/accuracy_frac", "Held-out rating error": "eval/rating_error_mean",
+    "Held-out accuracy of classes": "eval/label_accuracy_frac", "Held-out accuracy of steps": "eval/step_accuracy_frac",
     "Held-out loss": "eval/loss_nats", "Held-out divergence": "eval/divergence_nats",
 }
 EXPECT = re.compile(r"(?P<what>[A-Z][a-z -]+?) from (?P<first>[\d.]+) to (?P<side>over|below) (?P<last>[\d.]+)[ ,.]")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def with_models(name: str, overrides) -> Settings:
+    """The settings, once the models of other recipes that they read are there, made with the same overrides."""
+    settings = load_recipe(name, overrides=overrides)
+    for other in dict.fromkeys(re.findall(r"runs/([\w-]+)/model", dump(settings))):
+        Trainer(load_recipe(other, overrides=overrides)).run()
+    return settings
 
 
 def curve(folder, metric: str) -> list[float]:
@@ -25,7 +40,7 @@ def curve(folder, metric: str) -> list[float]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_two_steps(name, tmp_path):
-    settings = load_recipe(name, overrides={"train.steps": 2, "evaluate.every_steps": 0, "monitor.sinks": []})
+    settings = with_models(name, {"train.steps": 2, "evaluate.every_steps": 0, "monitor.sinks": []})
     done = Trainer(settings, out=tmp_path / "run").run()
     rows = read_metrics(tmp_path / "run")
     assert rows[-1]["step"] == 2 and all(row.get("train/skipped_updates_count", 0) == 0 for row in rows)
@@ -36,7 +51,7 @@ def test_two_steps(name, tmp_path):
 @pytest.mark.parametrize("name", TINY)
 def test_it_reaches_what_it_says(name, tmp_path):
     """The mean of the first two and of the last five steps, or the first and the last evaluation."""
-    settings = load_recipe(name, overrides={"monitor.sinks": []})
+    settings = with_models(name, {"monitor.sinks": []})
     said = EXPECT.match(settings.expect)
     assert said, f"expect says no `{'`, `'.join(METRICS)} from X to over Y`: {settings.expect}"
     Trainer(settings, out=tmp_path / "run").run()
