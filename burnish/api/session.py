@@ -292,7 +292,9 @@ class Session:
         import transformers
 
         s = self.settings
-        ids = {"sampling": self._ends(s.sampling), "evaluate.sampling": self._ends(s.evaluate.sampling)}
+        evaluates = s.loop != "sync" or self.checked.held_out_tasks
+        used = {"sampling": s.sampling if s.samples else None, "evaluate.sampling": s.evaluate.sampling if evaluates else None}
+        ids = {name: self._ends(sampling) for name, sampling in used.items() if sampling is not None}
         facts = {
             "burnish": __version__, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0],
             "device": str(self.state.policy.device), "threads": torch.get_num_threads(), "model": self.loaded.source,

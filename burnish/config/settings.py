@@ -97,7 +97,8 @@ class Model(Strict):
     """Exactly one of `path` and `scratch`."""
 
     path: str | None = None
-    """A folder, a hub name, a GGUF file, or package:NAME for a GGUF file inside an installed Python package."""
+    """A folder, a hub name, a GGUF file; package:NAME for the GGUF file of an installed Python package, package:NAME/FOLDER for a folder in
+    one."""
     scratch: Scratch | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in. Trained weights and Adam's state are float32 always."""
@@ -533,6 +534,11 @@ class Settings(Strict):
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
 
+    @property
+    def samples(self) -> bool:
+        """Whether training draws answers from the policy, by `sampling`."""
+        return self.loop == "sync" or (self.distill is not None and self.distill.on_policy_frac > 0)
+
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> Settings:
         if self.preset is not None and not (info.context or {}).get("preset"):
@@ -625,17 +631,16 @@ def _sources(s: Settings) -> None:
     if s.tasks is not None and (s.loop == "reward_model" or s.tasks.held_out == 0):
         raise ValueError(f"tasks in loop: {s.loop} are for evaluation only; " + (
             "a reward model does not answer, remove them" if s.loop == "reward_model" else "set tasks.held_out to how many to evaluate on"))
-    samples = s.loop == "distill" and s.distill.on_policy_frac > 0
-    if s.sampling != Sampling() and not samples:
+    if s.sampling != Sampling() and not s.samples:
         raise ValueError(f"sampling is not read in loop: {s.loop}; evaluate.sampling is what held-out answers are drawn with")
     if s.tasks is None:
-        _no_tasks(s, samples)
+        _no_tasks(s)
 
 
-def _no_tasks(s: Settings, samples: bool) -> None:
+def _no_tasks(s: Settings) -> None:
     """What only the answers to held-out tasks read."""
     idle = {"env": s.env, "evaluate.samples_per_task": s.evaluate.samples_per_task, "evaluate.success_reward": s.evaluate.success_reward,
-            **({} if samples else {"train.slots": s.train.slots})}
+            **({} if s.samples else {"train.slots": s.train.slots})}
     sections = {"evaluate": Evaluate, "train": Train}
     for name, value in idle.items():
         section, _, field = name.rpartition(".")

@@ -172,9 +172,8 @@ def _fit(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: 
             "give prompts as text, or a model that was trained to chat"
         )
         return
-    samples = s.loop == "sync" or (s.distill is not None and s.distill.on_policy_frac > 0)
     held_out = any(one.held_out for one in tasks.values())
-    samplings = {**({"sampling": s.sampling} if samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if held_out else {})}
+    samplings = {**({"sampling": s.sampling} if s.samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if held_out else {})}
     ends = samplings | ({"evaluate.sampling": s.evaluate.sampling} if answers is not None else {})
     tokenizer = load_tokenizer(s.model)
     longest = 0

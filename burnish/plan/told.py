@@ -50,7 +50,7 @@ def _evaluation_notes(s: Settings) -> Iterator[str]:
     if e.samples_per_task > 1 and (e.sampling.temperature == 0 or e.sampling.top_k == 1):
         count = e.samples_per_task
         yield f"evaluate.samples_per_task is {count}, but evaluate.sampling takes the most probable token: all samples are the same"
-    for name in EvalSampling.model_fields if s.loop == "sync" else ():
+    for name in EvalSampling.model_fields if s.samples else ():
         if name in ("max_new_tokens", "stop", "end_tokens") and getattr(s.sampling, name) != getattr(e.sampling, name):
             differ.append(name)
     if differ:

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import METHODS, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import Trainer
-from burnish.api import RunError
+from burnish.api import RunError, session
 from burnish.config.load import load_recipe
 from burnish.models.load import load
 from burnish.monitor.rollouts import read_rollouts
@@ -136,6 +136,17 @@ def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path, body, 
     assert [r["rollout/not_scored_count"] for r in rows] == [2, 2]
     assert all("rollout/reward_mean" not in r for r in rows)
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_end_tokens_that_nothing_reads_need_not_be_there(tmp_path, monkeypatch):
+    """Of a tokenizer without an end token: what a run names is enough, where only that is read."""
+    ids = session.end_token_ids
+    named = lambda tokenizer, names: pytest.fail("no end token") if names is None else ids(tokenizer, names)  # noqa: E731
+    monkeypatch.setattr(session, "end_token_ids", named)
+    done = Trainer(tiny({"sampling.end_tokens": ["7"], "tasks.held_out": 0, "train.steps": 1}), out=tmp_path / "a").run()
+    assert list(json.loads((done.folder / "run.json").read_text())["end_tokens"]) == ["sampling"]
+    done = Trainer(tiny({**METHODS["sft"], "evaluate.sampling.end_tokens": ["7"], "train.steps": 1}), out=tmp_path / "b").run()
+    assert list(json.loads((done.folder / "run.json").read_text())["end_tokens"]) == ["evaluate.sampling"]
 
 
 def test_a_reward_that_fails_at_times_is_left_out_and_counted(tmp_path):
