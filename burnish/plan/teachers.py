@@ -38,7 +38,7 @@ def vocabulary_gap(own: Mapping[str, int], theirs: Mapping[str, int]) -> str | N
     """Why what the other model gives for the policy's tokens would be meant for other tokens; None where the two vocabularies are one."""
     if own == theirs:
         return None
-    token = min(own.items() ^ theirs.items(), key=lambda item: item[1])[0]
+    token = min(own.items() ^ theirs.items(), key=lambda item: item[::-1])[0]
     return (
         f"its tokens are not those of the policy: {token!r} has the number {theirs.get(token, 'none')} there and {own.get(token, 'none')} "
         "here; it reads the policy's tokens, so it must be a model with the policy's vocabulary"
