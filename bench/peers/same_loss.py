@@ -103,8 +103,6 @@ EXPLAINED = {
         "burnish: BCO shifts rewards by their running mean; TRL's bco_pair has no such shift (delta 0).",
     "dpo: sigmoid + nll, example_mean":
         "burnish, for IRPO: its NLL is divided by the answer's own length; TRL's sft is a mean over all tokens, as the line before.",
-    "dpo: sigmoid x likelihood_weight":
-        "TRL: WPO divides a token's probability by the expected one, sum_v p_v^2; burnish's weight leaves that out.",
     "cpo: cpo + nll, sequence_sum":
         "burnish: CPO's NLL is the answer's sum; TRL's is a mean over all tokens, as the line before.",
     "orpo: orpo + nll, example_mean":
@@ -525,8 +523,7 @@ def dpo_cases(b: Batch) -> Iterator[Case]:
     by_token, by_example = (lambda kind=kind: half(losses.sigmoid) + 0.5 * nll(b, kind) for kind in ("token_mean", "example_mean"))
     yield case("sigmoid + nll, token_mean", mixture, by_token)
     yield case("sigmoid + nll, example_mean", mixture, by_example, by_token)
-    yield case("sigmoid x likelihood_weight", {"use_weighting": True},
-               partial(_weighted, b, expected=False), partial(_weighted, b, expected=True))  # fmt: skip
+    yield case("sigmoid x likelihood_weight", {"use_weighting": True}, partial(_weighted, b))
 
 
 def _shifted_bco(b: Batch) -> Tensor:
@@ -535,16 +532,14 @@ def _shifted_bco(b: Batch) -> Tensor:
     return named(preference_losses.bco_pair, c, beta=0.1, delta=preference_terms.RunningReward().update(*rewards)).mean()
 
 
-def _weighted(b: Batch, *, expected: bool) -> Tensor:
-    """DPO times WPO's weight; `expected` divides each token's probability by the expected one, sum_v p_v^2, without a cap at 1."""
+def _weighted(b: Batch) -> Tensor:
+    """DPO times WPO's weight."""
     c = pair_columns(b)
-    weight = named(preference_terms.likelihood_weight, c)
-    if expected:
-        with torch.no_grad():
-            logits = b.policy(input_ids=b.pairs["input_ids"], attention_mask=b.pairs["attention_mask"]).logits[:, :-1]
-            logp, mask = answer_logp(b.policy, b.pairs)
-            mean = reduce.masked(logp - (2 * logits.log_softmax(-1)).logsumexp(-1), mask).sum(1) / mask.sum(1)
-            weight = (mean[:PAIRS] + mean[PAIRS:]).exp()
+    with torch.no_grad():
+        logits = b.policy(input_ids=b.pairs["input_ids"], attention_mask=b.pairs["attention_mask"]).logits[:, :-1]
+        _, mask = answer_logp(b.policy, b.pairs)
+        expected = reduce.masked((2 * logits.log_softmax(-1)).logsumexp(-1), mask).sum(1)
+    weight = named(preference_terms.likelihood_weight, c | {"expected_chosen": expected[:PAIRS], "expected_rejected": expected[PAIRS:]})
     return (named(preference_losses.sigmoid, c, beta=0.1) * weight).mean()
 
 

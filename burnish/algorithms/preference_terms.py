@@ -28,12 +28,17 @@ def length_desensitized(logp: Tensor, mask: Tensor, mask_other: Tensor, *, alpha
 
 
 @torch.no_grad()
-def likelihood_weight(cur_chosen: Tensor, cur_rejected: Tensor, tokens_chosen: Tensor, tokens_rejected: Tensor) -> Tensor:
-    """min(1, exp(log pi_w / n_w + log pi_l / n_l)), no gradient: pairs weigh by how likely the policy writes them. [P] -> [P]
+def likelihood_weight(
+    cur_chosen: Tensor, cur_rejected: Tensor, expected_chosen: Tensor, expected_rejected: Tensor, tokens_chosen: Tensor,
+    tokens_rejected: Tensor,
+) -> Tensor:
+    """exp((log pi_w - log e_w) / n_w + (log pi_l - log e_l) / n_l), no gradient: how likely the policy writes the pair. [P] -> [P]
 
-    WPO, arXiv:2406.11827, without its division by the expected probability of a token.
+    e is the product over the tokens of the probability that a token drawn there has on average, sum_v pi(v)^2, so that an answer
+    of the policy's own has a weight around 1. WPO, arXiv:2406.11827 eq. 2 with sampled alignment.
     """
-    return torch.exp(cur_chosen / tokens_chosen.clamp(min=1) + cur_rejected / tokens_rejected.clamp(min=1)).clamp(max=1)
+    chosen = (cur_chosen - expected_chosen) / tokens_chosen.clamp(min=1)
+    return torch.exp(chosen + (cur_rejected - expected_rejected) / tokens_rejected.clamp(min=1))
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from burnish.plan.preferences import learns_from_single, takes_running_delta
 from burnish.plan.preflight import ROOMS
 from burnish.rollout import Kept, keep
 from burnish.trainer import PAIR_COLUMNS, SINGLE_COLUMNS, Counts, LossTerm, PairObjective, Reference, SingleObjective, train_step
-from burnish.trainer.columns import collate, score_rows
+from burnish.trainer.columns import COMPUTED, collate, score_rows
 from burnish.trainer.objective import Tally
 from burnish.types import Batch, Group, Pair, Rated, Row
 
@@ -79,7 +79,9 @@ class Preferences:
         rows = self.held_out.rows
         if not rows:
             return {}
-        rows = [row.put(logp_cur=logp) for row, logp in zip(rows, score_rows(state.policy, rows, **sized), strict=True)]
+        for name in sorted(self.objective.needs & set(COMPUTED)):
+            values = score_rows(state.policy, rows, column=name, **sized)
+            rows = [row.put(**{name: value}) for row, value in zip(rows, values, strict=True)]
         whole = collate(rows, range(len(rows)), device="cpu")
         columns, tally = {**whole.numbers, **whole.given, "mask": whole.mask_BT}, Tally()
         terms = self.objective.terms(columns, Counts.of(rows, rows_per_unit=2))

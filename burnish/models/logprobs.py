@@ -62,13 +62,15 @@ def token_outputs(
     top_p: float = 1.0,
     min_p: float = 0.0,
     entropy_grad: bool = False,
+    expected: bool = False,
     others: Mapping[str, Comparison] | None = None,
     chunk: int = 512,
 ) -> dict[str, Tensor]:
     """logp_cur of each token and entropy of its distribution, in nats; and comparisons with frozen models. [N,D], [N] -> [N] each
 
     `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the backward pass,
-    so that [N,V] is never held. The entropy has a gradient only with entropy_grad. `others` holds by name frozen models and
+    so that [N,V] is never held. The entropy has a gradient only with entropy_grad. With `expected` also logp_expected, the log of
+    sum_v p(v)^2, the probability that a token drawn there has on average, without a gradient. `others` holds by name frozen models and
     compare(logits_cur, logits_other) [n,V], [n,V] -> [n]; their weighted sum is the column.
     """
     others = others or {}
@@ -82,6 +84,9 @@ def token_outputs(
             log_prob = (z - log_mass[:, None]).masked_fill(torch.isneginf(z), 0.0)
             entropy = -(log_prob.exp() * log_prob).sum(-1)
         out = [logp, entropy]
+        if expected:
+            with torch.no_grad():
+                out.append(torch.logsumexp(2 * (z - log_mass[:, None]), -1))
         for models, compare in others.values():
             values = []
             for other in models:
@@ -91,7 +96,7 @@ def token_outputs(
             out.append(torch.stack(values).sum(0))
         return tuple(out)
 
-    names = ("logp_cur", "entropy", *others)
+    names = ("logp_cur", "entropy", *(("logp_expected",) if expected else ()), *others)
     parts = []
     for start in range(0, len(token_N), chunk):
         args = start, hidden_ND[start : start + chunk], token_N[start : start + chunk]

@@ -15,8 +15,8 @@ from burnish.types import Row
 
 GIVEN = ("logp_gen", "logp_prox", "logp_ref", "logp_teach", "adv", "value_prox", "ret", "weight")
 """Columns that come with the rows."""
-COMPUTED = ("logp_cur", "entropy", "value_cur", "score_cur", "divergence")
-"""Columns that come out of the model; all but an entropy that nobody asked for have a gradient."""
+COMPUTED = ("logp_cur", "entropy", "value_cur", "score_cur", "divergence", "logp_expected")
+"""Columns that come out of the model; all but an entropy that nobody asked for, and logp_expected, have a gradient."""
 COLUMNS = (*GIVEN, *COMPUTED, "mask")
 
 
@@ -102,10 +102,11 @@ def score(
         if bool((at == 0).any()):
             raise ValueError("the first token of a row is to be trained on; nothing precedes it that could have predicted it")
         before_ND = hidden_BTD[row, at - 1]
-    if {"logp_cur", "entropy"} & set(needs) or against:
+    if {"logp_cur", "entropy", "logp_expected"} & set(needs) or against:
         others = {name: _others(spec, batch.token_BT, row, at) for name, spec in (against or {}).items()}
         out |= token_outputs(
-            before_ND, batch.token_BT[row, at], logits=model.logits, entropy_grad=entropy_grad, others=others, **sampling.distribution
+            before_ND, batch.token_BT[row, at], logits=model.logits, entropy_grad=entropy_grad,
+            expected="logp_expected" in needs, others=others, **sampling.distribution,
         )
     if "value_cur" in needs:
         out["value_cur"] = model.values(before_ND.detach() if values_detached else before_ND)

@@ -80,7 +80,8 @@ class PairObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"logp_cur", "logp_ref"} if self.needs_reference else {"logp_cur"})
+        needs = {"logp_cur", "logp_ref"} if self.needs_reference else {"logp_cur"}
+        return frozenset({*needs, "logp_expected"} if self.weigh_by_policy else needs)
 
     @property
     def against(self) -> Mapping[str, Against]:
@@ -134,7 +135,10 @@ class PairObjective:
         if not self.weigh_by_policy:
             return None
         pairs = self._pairs(columns, None)
-        return likelihood_weight(**{name: pairs[name] for name in ("cur_chosen", "cur_rejected", "tokens_chosen", "tokens_rejected")})
+        for side, at in (("chosen", 0), ("rejected", 1)):
+            pairs[f"expected_{side}"] = sequence_logprob(columns["logp_expected"][at::2], columns["mask"][at::2])
+        names = [f"{what}_{side}" for what in ("cur", "expected", "tokens") for side in ("chosen", "rejected")]
+        return likelihood_weight(**{name: pairs[name] for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,9 +286,11 @@ def test_tokens_past_the_shorter_answer_weigh_alpha():
 
 
 def test_a_pair_weighs_by_how_likely_the_policy_writes_it():
-    cur_w = torch.tensor([-3 * LN2, 3.0, -1e3, 0.0], requires_grad=True)
-    got = terms.likelihood_weight(cur_w, torch.tensor([-4 * LN2, 3.0, -1e3, 0.0]), torch.tensor([3, 1, 1, 0]), torch.tensor([2, 1, 1, 0]))
-    torch.testing.assert_close(got, torch.tensor([1 / 8, 1.0, 0.0, 1.0]))
+    cur_w = torch.tensor([-3 * LN2, -LN2, -1e3, 0.0], requires_grad=True)
+    cur_l, expected = torch.tensor([-4 * LN2, 0.0, -1e3, 0.0]), torch.tensor([0.0, -2 * LN2, 0.0, 0.0])
+    tokens_w, tokens_l = torch.tensor([3, 1, 1, 0]), torch.tensor([2, 1, 1, 0])
+    got = terms.likelihood_weight(cur_w, cur_l, expected, torch.zeros(4), tokens_w, tokens_l)
+    torch.testing.assert_close(got, torch.tensor([1 / 8, 2.0, 0.0, 1.0]))
     assert not got.requires_grad
 
 
