@@ -1,34 +1,35 @@
 """Settings of a run. Frozen, strict, one default each; imports no torch."""
 
-from burnish.config.settings import (
+from burnish.config.methods import (
     Algo,
-    Checkpoint,
     Constraint,
     Correction,
     Critic,
-    Data,
     Distill,
     Entropy,
-    Environment,
+    Kl,
+    Preference,
+    RewardModel,
+    Sft,
+    Teacher,
+    Term,
+)
+from burnish.config.parts import (
+    Checkpoint,
+    Data,
     EvalSampling,
     Evaluate,
-    Kl,
     Lora,
     Model,
     Monitor,
     Optim,
-    Preference,
     Reward,
-    RewardModel,
     Sampling,
     Scratch,
-    Settings,
-    Sft,
     Tasks,
-    Teacher,
-    Term,
     Train,
 )
+from burnish.config.settings import Environment, Settings
 
 __all__ = [
     "Algo", "Checkpoint", "Constraint", "Correction", "Critic", "Data", "Distill", "Entropy", "Environment", "EvalSampling",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from burnish.config.settings import Lora
+from burnish.config import Lora
 from burnish.models.records import ModelError, first_line, nearest
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burnish.config.settings import Scratch
+from burnish.config import Scratch
 from burnish.models.records import ModelError, first_line, nearest
 
 PAD, END = "<pad>", "<end>"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burnish.chat.template import encode_answer, encode_steps
-from burnish.config.settings import Model
+from burnish.config import Model
 from burnish.models.heads import Scorer
 from burnish.models.load import ModelError, inspect, load_scorer
 from burnish.ref import Ref

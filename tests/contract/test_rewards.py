@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.settings import Reward
+from burnish.config import Reward
 from burnish.ref import Ref, RefError
 from burnish.rewards.pool import RewardPool
 from burnish.types import Rollout, Task, Turn
@@ -474,7 +474,7 @@ def test_cheap_rewards_are_scored_by_the_thousand(file):
 
 NO_GUARD = '''
 import json, sys
-from burnish.config.settings import Reward
+from burnish.config import Reward
 from burnish.ref import Ref
 from burnish.rewards.pool import RewardPool
 from burnish.types import Rollout, Task, Turn
@@ -517,7 +517,7 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent('''
         import os
-        from burnish.config.settings import Reward
+        from burnish.config import Reward
         from burnish.ref import Ref
         from burnish.rewards.pool import RewardPool
         from burnish.types import Rollout, Task, Turn
@@ -540,7 +540,7 @@ def test_a_worker_that_hangs_without_a_parent_ends_by_itself(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent('''
         import os, re, threading
-        from burnish.config.settings import Reward
+        from burnish.config import Reward
         from burnish.ref import Ref
         from burnish.rewards.pool import RewardPool
         from burnish.types import Rollout, Task

@@ -10,9 +10,8 @@ import torch
 from tiny import tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from burnish.config import Model, Scratch
+from burnish.config import Model, Reward, Scratch
 from burnish.config.errors import SettingsError
-from burnish.config.settings import Reward
 from burnish.models.export import export
 from burnish.models.heads import name_pad_token
 from burnish.models.load import load, load_scorer

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from burnish.config import Algo, Preference, RewardModel, Settings, Sft
 from burnish.config.load import SettingsError, dump, load_recipe, resumable_changes
-from burnish.config.settings import Algo, Preference, RewardModel, Settings, Sft
 
 TOP = 'name: mine\nmodel: {scratch: {alphabet: "0123456789>"}}\n'
 SYNC = TOP + """\

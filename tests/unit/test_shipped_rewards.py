@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from burnish.config.settings import Reward
+from burnish.config import Reward
 from burnish.data import sources
 from burnish.ref import Ref
 from burnish.rewards import exact, last_number

@@ -8,12 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from tiny import tiny
 
 from burnish.algorithms.advantages import gae, returns_to_go, standardize, standardize_steps
 from burnish.algorithms.returns import soft_overlong
 from burnish.algorithms.running import RunningNorm
-from burnish.config.settings import Reward
+from burnish.config import Reward
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
+from burnish.plan.preflight import check
 from burnish.ref import Ref, RefError
 from burnish.rewards.pool import Reading, RewardPool
 from burnish.rewards.steps import last_tokens
@@ -220,6 +222,30 @@ def test_running_normalisation_changes_the_reward_and_not_the_score(file):
         one = rollout(("policy", [2, 0]), answer="[(1, 1.0)]")
         (found,) = pool.score([one], Reading(decode, {"steps": RunningNorm(eps=1e-8, ddof=1)}, learns=True))
         assert "which are not normalised; remove `normalize`" in found.errors["steps"]
+
+
+NORM = {"ref": "RunningNorm", "eps": 1e-8, "ddof": 1}
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"rewards.0.normalize": NORM, "algo.advantage": {"ref": "standardize_each", "weights": [1.0]}},
+     r"rewards\.0\.normalize does nothing: algo\.advantage standardize_each reads scores as they were given"),
+    ({"rewards.0.normalize": NORM, "loop": "sft", "algo": None, "sampling": {}, "train": {"steps": 1, "examples_per_step": 1},
+      "data": {"source": {"ref": "of_tasks", "tasks": {"ref": "copy_digits", "length": 2}}}},
+     r"rewards\.0\.normalize is for training rollouts, which loop: sft does not have"),
+    ({"rewards.0.normalize": {**NORM, "eps": 0.0}}, r"rewards\.0\.normalize: RunningNorm: eps is 0\.0; it must be above 0"),
+    ({"rewards.0.normalize": {"ref": "RunningNorm", "eps": 1e-8}}, r"needs \['ddof'\]"),
+    ({"rewards.0.normalize": "RuningNorm"}, "did you mean 'RunningNorm'"),
+    ({"rewards.0.normalize": "fractions:Fraction"}, "is no dataclass with update"),
+])
+def test_a_normalisation_that_does_nothing_or_cannot_is_refused(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        check(tiny(changes))
+
+
+def test_a_cost_keeps_its_unit():
+    with pytest.raises(ValueError, match="a cost is compared with constraint.limit and so keeps its unit"):
+        tiny({"rewards.0.normalize": NORM, "rewards.0.cost": True})
 
 
 # on disk, and to advantages
