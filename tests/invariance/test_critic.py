@@ -249,6 +249,21 @@ def test_a_step_stops_where_the_policy_is_too_far_and_keeps_the_schedule(make_ti
     assert asked == [7]
 
 
+@pytest.mark.parametrize(("epochs", "minibatches", "made"), [(4, 2, 2), (3, 3, 1)])
+def test_nothing_is_looked_at_after_a_stop(make_tiny, epochs, minibatches, made):
+    state, calls, asked = state_of(make_tiny("llama")), [], []
+    batch = on_policy(state, random_rows(6))
+    state.policy.body.register_forward_hook(lambda *_: calls.append(1))
+    lr_of = lambda u: asked.append(u) or (1e-9 if u < made else 1e-2)  # noqa: E731
+    metrics = train_step(
+        state, batch, GRPO, sampling=PLAIN, lr_of=lr_of, clip_norm=1.0, epochs=epochs, minibatches=minibatches, tokens_per_micro_batch=1,
+        stop_at_kl_nats=1e-6,
+    )
+    assert (asked, state.updates) == (list(range(1, made + 1)), epochs * minibatches)
+    assert metrics["train/stopped_updates_count"] == epochs * minibatches - made
+    assert len(calls) == 6 + (made + 1) * 6 // minibatches          # logp_prox, the updates that were made, the one that was left out
+
+
 def test_a_stop_without_a_distance_is_refused(make_tiny):
     from burnish.algorithms.policy_losses import reinforce
 
@@ -317,6 +332,7 @@ def test_a_separate_critic_begins_with_the_policys_body_and_goes_on_where_the_po
     learner = watch[0]["learner"]
     assert (learner.session.state.version, learner.critic_state.version) == (2, 6)
     assert learner.session.state.updates == learner.critic_state.updates == 6
+    assert learner.critic_state.step == 1             # the step that its minibatches were drawn for
     policy = dict(load(tiny_settings("llama"), seed=0).module.named_parameters())
     own = dict(load_scorer(tiny_settings("llama"), seed=0).module.named_parameters())
     assert len(policy.keys() & own.keys()) > 15 and all(torch.equal(own[n], policy[n]) for n in policy.keys() & own.keys())
