@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from burnish.config import Algo, Preference, RewardModel, Settings, Sft
+from burnish.config import Algo, Preference, RewardModel, Settings, Sft, schema
+from burnish.config.errors import ELSEWHERE
 from burnish.config.load import SettingsError, dump, load_recipe, resumable_changes
 
 TOP = 'name: mine\nmodel: {scratch: {alphabet: "0123456789>"}}\n'
@@ -92,6 +93,14 @@ def test_a_loop_without_its_section_has_the_defaults_and_says_them(load, text, m
 def test_teachers_of_an_advantage_bring_the_algorithm_of_rollouts(load):
     settings = load(SYNC + f"distill: {{teachers: [{TEACHER}], divergence: null}}\n")
     assert settings.algo == Algo()
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_hints_lead_to_settings_that_exist(word):
+    names = re.findall(r"\b[a-z_]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*?\)|, or | for .*", " ", ELSEWHERE[word]))
+    assert names
+    for name in names:
+        assert schema.place_of(tuple(int(part) if part.isdecimal() else part for part in name.split("."))) is not None, name
 
 
 REFUSED = [
