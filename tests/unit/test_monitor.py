@@ -13,6 +13,7 @@ import textwrap
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from burnish.monitor.live import Live, duration, sparkline
 from burnish.monitor.rollouts import read_rollouts, read_rows, write_rollouts
@@ -307,3 +308,28 @@ def test_sparkline_and_duration():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     assert sparkline([1.0, 1.0]) == "\u2584\u2584" and sparkline([]) == "" and len(sparkline(range(1000))) == 24
     assert [duration(s) for s in (0.34, 45, 600, 7500)] == ["0.3 s", "45 s", "10 min", "2 h 05 min"]
+
+
+def test_a_run_without_rollouts_shows_its_loss_and_what_it_is_judged_by():
+    out = io.StringIO()
+    with Live(4, file=out, terminal=False) as live:
+        live.update(1, {"train/loss": 0.5, "train/preference_accuracy_frac": 0.75})
+        live.update(2, {"train/loss": 0.25, "eval/preference_accuracy_frac": 0.9, "eval/loss": 0.3, "eval/preference_margin": 1.0})
+        live.update(3, {"train/loss": 0.125, "eval/loss_nats": 2.0})
+        live.update(4, {"train/loss": 0.1, "rollout/reward_mean": 0.6})
+    lines = [line.partition("  left")[0] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "step 1/4  loss 0.5000  in order 75.0%", "step 2/4  loss 0.2500  held-out preference accuracy 90.0%",
+        "step 3/4  loss 0.1250  held-out loss 2.0000", "step 4/4  reward 0.600",
+    ]
+
+
+def test_the_live_table_draws_a_falling_loss(tmp_path):
+    with Live(9, file=io.StringIO(), terminal=True) as live:
+        for step in range(1, 9):
+            live.update(step, {"train/loss": 1 / step, "eval/loss_nats": 3 / step})
+        console = Console(width=120, file=io.StringIO())
+        console.print(live._view())
+    text = console.file.getvalue()
+    assert "held-out loss, nats a token" in text and "loss" in text
+    assert text.count("█") >= 2 and text.count("▼") == 2
