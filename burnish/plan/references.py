@@ -195,6 +195,8 @@ def _advantage(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> I
             f"{place}.constant_groups is {a.constant_groups}, and {what}: samples of equal reward still differ in their "
             f"{'scores' if 'scores' in names else 'costs'}; use keep"
         )
+    if "scores" in names and (normed := [i for i, r in enumerate(rewards) if r.normalize is not None]):
+        yield f"rewards.{normed[0]}.normalize does nothing: {place}.advantage {path} reads scores as they were given; remove it"
     if a.constant_groups != "keep" and a.kl is not None and a.kl.place != "loss":
         yield (
             f"{place}.constant_groups is {a.constant_groups}, and {place}.kl.place is {a.kl.place}: samples of equal reward still differ "
@@ -255,6 +257,8 @@ def problems_of_pairs(s: Settings) -> Iterator[str]:
     """Settings that are fine alone and cannot work together."""
     if s.loop == "sync" and s.sampling.top_k == 1:
         yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
+    if s.loop != "sync" and (normed := [i for i, r in enumerate(s.rewards) if r.normalize is not None]):
+        yield f"rewards.{normed[0]}.normalize is for training rollouts, which loop: {s.loop} does not have; remove it"
     places = {"rewards": s.rewards, **{f"environments.{i}.rewards": e.rewards for i, e in enumerate(s.environments)}}
     if s.constraint is None and (costs := [f"{at}.{i}" for at, rs in places.items() for i, r in enumerate(rs) if r.cost]):
         yield f"{costs[0]}.cost is true, and only a section constraint reads costs; add one, or remove it"

@@ -14,6 +14,7 @@ from burnish.algorithms.advantages import gae, returns_to_go, standardize, stand
 from burnish.algorithms.returns import soft_overlong
 from burnish.algorithms.running import RunningNorm
 from burnish.config import Reward
+from burnish.config.errors import SettingsError
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.plan.preflight import check
 from burnish.ref import Ref, RefError
@@ -244,7 +245,7 @@ def test_a_normalisation_that_does_nothing_or_cannot_is_refused(changes, message
 
 
 def test_a_cost_keeps_its_unit():
-    with pytest.raises(ValueError, match="a cost is compared with constraint.limit and so keeps its unit"):
+    with pytest.raises(ValueError, match=r"a cost is compared with constraint\.limit and so keeps its unit"):
         tiny({"rewards.0.normalize": NORM, "rewards.0.cost": True})
 
 
