@@ -30,11 +30,15 @@ def answer_id(prompt: Prompt, *answers: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """No prompt stands on both sides; of tasks, none stands twice. `num_duplicates`: what was left out because it stood before."""
+    """No prompt stands on both sides; of tasks, none stands twice.
+
+    What was left out: num_duplicates because it stood before, num_asked because its prompt is that of a held-out task.
+    """
 
     train: tuple[Any, ...]         # Task, Example, Pair or Rated
     held_out: tuple[Any, ...]
     num_duplicates: int = 0
+    num_asked: int = 0
 
 
 def digest(split: Split) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from burnish.chat.template import encode_answer, encode_prompt, end_token_ids
 from burnish.config import Environment, Sampling, Settings
 from burnish.config.errors import SettingsError
 from burnish.data.answers import TEXTS, split_answers
-from burnish.data.tasks import Split, digest, split
+from burnish.data.tasks import Split, canonical, digest, split
 from burnish.models.load import Facts, ModelError, load_tokenizer
 from burnish.models.load import inspect as inspect_model
 from burnish.plan.preferences import learns_from_single, problems_of_preference
@@ -66,7 +66,7 @@ def examine(settings: Settings) -> Checked:
     looks = (problems_of_references, problems_of_preference, problems_of_reward_model, problems_of_pairs, problems_of_teachers)
     problems = [problem for look in looks for problem in look(settings)]
     tasks = {e.name: _attempt(problems, partial(_tasks, settings), e) for e in environments(settings)}
-    answers = _attempt(problems, _answers, settings) if settings.data is not None else None
+    answers = _attempt(problems, partial(_answers, settings), tasks) if settings.data is not None else None
     model = _attempt(problems, _model, settings)
     if model is not None and None not in tasks.values() and (answers is not None or settings.data is None):
         problems += _fit(settings, tasks, answers, model)
@@ -129,7 +129,7 @@ def _tasks(s: Settings, e: Environment) -> Split:
     return tasks
 
 
-def _answers(s: Settings) -> Split:
+def _answers(s: Settings, tasks: Mapping[str, Split | None]) -> Split:
     single = s.preference is not None and learns_from_single(s.preference)
     kinds = {
         "sft": (Example,), "distill": (Example,), "preference": (Rated,) if single else (Pair,), "reward_model": (Pair, Rated),
@@ -139,6 +139,9 @@ def _answers(s: Settings) -> Split:
         found = split_answers(made, kinds=kinds, held_out=s.data.held_out, seed=s.seed)
     except (ValueError, TypeError) as error:
         raise _Refused(f"data: {error}") from error
+    asked = {canonical(task.prompt) for one in tasks.values() if one is not None for task in one.held_out}
+    train = tuple(item for item in found.train if canonical(item.prompt) not in asked)
+    found = replace(found, train=train, num_asked=len(found.train) - len(train))
     if single and (unknown := sum(item.wanted is None for item in (*found.train, *found.held_out))):
         loss = s.preference.losses[0].fn.path
         raise _Refused(f"data: {unknown} entries of {s.data.source.path} do not say whether they are wanted, and {loss} needs that")

@@ -37,6 +37,8 @@ def notes_of(s: Settings, tasks: Mapping[str, Split], answers: Split | None) -> 
 
 
 def _answer_notes(answers: Split | None) -> Iterator[str]:
+    if answers is not None and answers.num_asked:
+        yield f"{answers.num_asked} entries of data have the prompt of a held-out task and are not trained on"
     if answers is not None and answers.num_duplicates:
         yield f"{answers.num_duplicates} entries of data stand there twice and are left out"
     if answers is not None and not answers.held_out:

@@ -274,3 +274,13 @@ def test_a_share_of_the_steps_is_the_policys_own_and_stays_so():
     assert steps != [is_on_policy(step, 0.3, seed=1) for step in range(1, 4001)]
     assert not any(is_on_policy(step, 0.0, seed=0) for step in range(2000))
     assert all(is_on_policy(step, 1.0, seed=0) for step in range(2000))
+
+
+def test_answers_to_held_out_tasks_are_not_trained_on():
+    """The two sources are split alike, so this matters where more tasks are held out than answers, or the files differ."""
+    checked = examine(tiny(SFT | {"tasks.held_out": 30}))
+    asked = {task.prompt for task in checked.tasks[""].held_out}
+    assert not asked & {e.prompt for e in checked.answers.train}
+    assert (len(asked), len(checked.answers.train), checked.answers.num_asked) == (30, 70, 20)
+    assert "20 entries of data have the prompt of a held-out task and are not trained on" in checked.notes
+    assert examine(tiny(SFT)).answers.num_asked == 0
