@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import json
 from pathlib import Path
 
@@ -173,6 +174,11 @@ def test_what_a_preset_needs_is_asked_for(preset, recipe):
 def test_every_shipped_recipe_loads_and_its_parts_exist(info):
     settings = load_recipe(info.path)
     assert settings.name == info.name and settings.about and settings.expect
+    if others := [r.fn.values["paths"] for r in settings.rewards if r.fn.path == "learned"]:     # models that other recipes leave
+        told = list(problems_of_references(settings))
+        assert len(told) == len(others)
+        assert all(re.search(r"make it first: burnish train (\S+)$", line)[1] in {i.name for i in shipped()} for line in told)
+        return
     data_here = settings.data is None or Path(settings.data.source.values.get("path", ".")).exists()
     if data_here and ((settings.model.path or "").startswith("package:") or settings.model.scratch is not None):
         examine(settings)
