@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -171,7 +171,8 @@ def test_what_a_preset_needs_is_asked_for(preset, recipe):
 # shipped recipes
 
 @pytest.mark.parametrize("info", shipped(), ids=lambda info: info.name)
-def test_every_shipped_recipe_loads_and_its_parts_exist(info):
+def test_every_shipped_recipe_loads_and_its_parts_exist(info, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     settings = load_recipe(info.path)
     assert settings.name == info.name and settings.about and settings.expect
     if others := [r.fn.values["paths"] for r in settings.rewards if r.fn.path == "learned"]:     # models that other recipes leave
