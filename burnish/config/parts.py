@@ -128,7 +128,7 @@ class Reward(Strict):
     cost: bool = False
     """What it gives is a cost, kept under constraint.limit, and no part of the reward."""
     timeout_s: PositiveFloat = 10.0
-    """After this long the call is stopped and the rollout counts as not scored."""
+    """After this long the call is stopped and the rollout counts as not scored; one for many rollouts at once has it for each."""
     isolate: bool = True
     """Run in a worker process, which can be stopped when it hangs; False: in the trainer's own process."""
     normalize: RefField | None = None
