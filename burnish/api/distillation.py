@@ -33,6 +33,8 @@ class Distillation:
     The divergence is taken at each token of an answer, and there is no gradient through which answers were sampled.
     """
 
+    needs_reward = False
+
     def __init__(self, session: Session) -> None:
         self.session, s = session, session.settings
         self.encode = Encoder(session)
@@ -49,7 +51,7 @@ class Distillation:
 
     def keeping(self, place: Place) -> tuple[Callable[[Sequence[Group]], Kept], int]:
         """The function that keeps groups, and how often more tasks are drawn for those it drops."""
-        return keep, 0
+        return partial(keep, needs_reward=False), 0
 
     def of_groups(self, place: Place, groups: Sequence[Group]) -> Batch:
         return Batch(tuple(_row(item.rollout) for g in groups for item in g.scored))

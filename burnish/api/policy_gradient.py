@@ -67,6 +67,8 @@ class _Part:
 class PolicyGradient:
     """A learner of loop sync."""
 
+    needs_reward = True
+
     def __init__(self, session: Session) -> None:
         self.session, s = session, session.settings
         self.algos = {place.name: place.setting.algo or s.algo for place in session.places}
@@ -213,7 +215,8 @@ class PolicyGradient:
         self.critic_state.step = self.session.state.step
         rows = tuple(replace(row, algo="") for row in batch.rows)
         metrics = self.critic_step(Batch(rows))
-        names = {"train/loss": "train/critic_loss", "train/value_error": "train/value_error", "train/grad_norm": "train/critic_grad_norm"}
+        names = {"train/loss": "train/critic_loss", "train/value_error": "train/value_error", "train/grad_norm": "train/critic_grad_norm",
+            "train/skipped_updates_count": "train/critic_skipped_updates_count"}
         return {ours: metrics[name] for name, ours in names.items() if name in metrics}
 
     def _warm(self, objective: Algorithm) -> Algorithm:

@@ -19,6 +19,7 @@ from burnish.rollout import Kept, keep
 from burnish.trainer import PAIR_COLUMNS, SINGLE_COLUMNS, Counts, LossTerm, PairObjective, Reference, SingleObjective, train_step
 from burnish.trainer.columns import COMPUTED, collate, score_rows
 from burnish.trainer.objective import Tally
+from burnish.trainer.pairs import RUNNING
 from burnish.types import Batch, Group, Pair, Rated, Row
 
 
@@ -27,6 +28,8 @@ class Preferences:
 
     The reference runs only where a loss asks for it.
     """
+
+    needs_reward = True
 
     def __init__(self, session: Session) -> None:
         self.session, s = session, session.settings
@@ -38,7 +41,7 @@ class Preferences:
         self.objective = _objective(s.preference, single=self.single, running=self.running)
         self.reference = None
         if self.objective.needs_reference:
-            self.reference = Reference(session.state.policy, mixed=s.preference.refresh_steps > 0)
+            self.reference = Reference(session.state.policy, moves=s.preference.refresh_steps > 0, mix=s.preference.refresh_mix)
             session.tensors["reference"] = self.reference
         self.encode = Encoder(session)
         self.too_long = 0
@@ -101,15 +104,15 @@ class Preferences:
             self._run_on(metrics, len(batch.rows) // 2)
         step, every = self.session.state.step + 1, self.setting.refresh_steps
         if every and step % every == 0:
-            self.reference.refresh(self.session.state.weights.masters, mix=self.setting.refresh_mix)
+            self.reference.refresh(self.session.state.weights.masters)
         return metrics
 
     def _run_on(self, metrics: dict[str, float], num_pairs: int) -> None:
         """The step's rewards join the running mean, for the next step."""
         metrics["train/running_reward"] = self.running.mean
-        means = [metrics.get(f"train/reward_{side}_mean") for side in ("chosen", "rejected")]
-        if None not in means:
-            self.running.update(*(torch.full((num_pairs,), mean, dtype=torch.float64) for mean in means))
+        if (mean := metrics.get(RUNNING)) is not None:
+            of_step = torch.full((num_pairs,), mean, dtype=torch.float64)
+            self.running.update(of_step, of_step)
 
     @property
     def _sized(self) -> dict[str, Any]:
@@ -126,9 +129,10 @@ class Preferences:
 
     def _of_rated(self, items: Sequence[Rated], i: int) -> tuple[Row | None, ...]:
         """The answer, and the prompt with the next one's answer that is short enough."""
-        item, others = items[i], [*items[i + 1 :], *items[:i]]
+        item, count = items[i], len(items)
         own = self.encode(item.prompt, item.answer)
-        other = next((row for o in others if (row := self.encode(item.prompt, o.answer)) is not None), None) if own else None
+        others = (items[(i + k) % count].answer for k in range(1, count))
+        other = next((row for answer in others if (row := self.encode(item.prompt, answer)) is not None), None) if own else None
         return tuple(row and Row(row.tokens, row.mask, numbers={"wanted": float(item.wanted)}) for row in (own, other))
 
     def _with_reference(self, rows: Sequence[Row]) -> list[Row]:

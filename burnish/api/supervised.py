@@ -23,6 +23,8 @@ class Supervised:
     The log-probs are those of the model itself, whatever temperature samples were drawn with.
     """
 
+    needs_reward = True
+
     def __init__(self, session: Session) -> None:
         self.session, s = session, session.settings
         self.encode = Encoder(session)

@@ -57,7 +57,8 @@ class Sync:
         s = self.session.settings
         return run_groups(
             visits, sampling=s.sampling, samples_per_prompt=s.train.samples_per_prompt,
-            progress=partial(self.session.live.status, "generating"), **self.session.parts(place, rewards="learning"),
+            purpose=f"train {place.name}" if place.name else "train", progress=partial(self.session.live.status, "generating"),
+            **self.session.parts(place, rewards="learning"),
         )
 
     def _assemble(self, gathered: Sequence[Gathered]) -> Batch:
@@ -83,7 +84,7 @@ class Sync:
                 rewards = [s.reward for g in one.groups for s in g.scored if s.reward is not None]
                 if rewards:
                     metrics[f"rollout/reward_{place.name}_mean"] = sum(rewards) / len(rewards)
-        session.save_rollouts("rollouts", record.step, groups, _advantages(session.places, record, groups))
+        session.save_rollouts("rollouts", record.step, groups, _advantages(session.places, record))
         self._stop_without_rewards(record.step, groups)
         session.may_save = not self.unscored_steps
         session.end_step(record.step, metrics, partial(self._rates, record, groups))
@@ -100,6 +101,8 @@ class Sync:
 
     def _stop_without_rewards(self, step: int, groups: Sequence[Group]) -> None:
         """One step may meet a judge that is down; several in a row are a reward that does not work."""
+        if not self.learner.needs_reward:
+            return
         scored = [s for g in groups for s in g.scored]
         self.unscored_steps = 0 if any(s.reward is not None for s in scored) else self.unscored_steps + 1
         if self.unscored_steps >= min(MAX_UNSCORED_STEPS, self.session.settings.train.steps):
@@ -110,15 +113,16 @@ class Sync:
             )
 
 
-def _advantages(places: Sequence[Place], record: StepRecord, groups: Sequence[Group]) -> list[list[float | None]]:
+def _advantages(places: Sequence[Place], record: StepRecord) -> list[list[float | None]]:
     """The mean advantage of each rollout's tokens, None where it was not trained on or has none."""
-    trained, by_rollout = {}, {}
+    trained, out = {}, []
     for row in record.batch.rows:
         if "adv" in row.columns:
             values = [v for v, m in zip(row.columns["adv"], row.mask, strict=True) if m]
             mean = math.fsum(values) / len(values) if values else 0.0
             trained[row.algo, int(row.numbers["rollout"])] = mean if math.isfinite(mean) else None
     for place, one in zip(places, record.gathered, strict=True):
-        for i, item in enumerate(item for g in one.kept.groups for item in g.scored):
-            by_rollout[item.rollout.task.id, item.rollout.sample] = trained.get((place.name, i))
-    return [[by_rollout.get((i.rollout.task.id, i.rollout.sample)) for i in g.scored] for g in groups]
+        kept = (item.rollout for g in one.kept.groups for item in g.scored)
+        by_rollout = {(r.task.id, r.sample): trained.get((place.name, i)) for i, r in enumerate(kept)}
+        out += [[by_rollout.get((i.rollout.task.id, i.rollout.sample)) for i in g.scored] for g in one.groups]
+    return out

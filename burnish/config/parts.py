@@ -170,7 +170,8 @@ class Train(Strict):
     minibatches: PositiveInt = 1
     """Optimizer steps in one pass."""
     tokens_per_micro_batch: PositiveInt = 4096
-    """Tokens, padding included, that go through the model at once. Changes memory and speed, never the result."""
+    """Tokens, padding included, that go through the model at once. Changes memory and speed, never the result, except which weights
+    LoRA's dropout leaves out."""
     max_skipped_updates: PositiveInt = 3
     """Stop the run after this many updates in a row with a loss or gradient that is not finite."""
     slots: PositiveInt = 64

@@ -57,15 +57,16 @@ POLICY_GRADIENTS = {
         _algo("minus_ema", "reinforce", "rollout_sum", baseline_decay=0.9),
     ),
     "rloo": Preset(
-        "REINFORCE above the mean reward of the other samples of the same prompt.", "arXiv:2402.14740",
+        "REINFORCE above the mean reward of the other samples of the same prompt.", "arXiv:2402.14740, without its KL in the reward",
         _algo("leave_one_out", "reinforce", "rollout_sum"),
     ),
     "sequence_ppo": Preset(
         "RLOO with several updates a step: the ratio of a whole rollout, clipped.", "arXiv:2402.14740",
-        _algo("leave_one_out", _ref("sequence_ppo", eps_low=0.2, eps_high=0.2), "rollout_mean"),
+        _algo("leave_one_out", _ref("sequence_ppo", eps_low=0.2, eps_high=0.2), "rollout_mean") | {"train": {"minibatches": 2}},
     ),
     "remax": Preset(
-        "REINFORCE above the reward of the most probable answer, which costs one more sample a prompt.", "arXiv:2310.10505",
+        "REINFORCE above the reward of the most probable answer, which costs one more sample a prompt.",
+        "arXiv:2310.10505, without its KL in the reward",
         _algo("above_greedy", "reinforce", "rollout_sum"),
     ),
     "opo": Preset(
@@ -108,11 +109,11 @@ POLICY_GRADIENTS = {
     ),
     "sapo": Preset(
         "A smooth gate in place of the clip, steeper for negative advantages.", "arXiv:2511.20347",
-        _algo("standardize", _ref("sapo", tau_pos=1.0, tau_neg=1.05), "rollout_mean"),
+        _algo("standardize", _ref("sapo", tau_pos=1.0, tau_neg=1.05), "rollout_mean") | {"train": {"minibatches": 4}},
     ),
     "dppo": Preset(
-        "A trust region in probabilities, around the sampler itself, in place of the ratio's clip.", "arXiv:2602.04879",
-        _algo("center", _ref("dppo_tv", delta_low=0.2, delta_high=0.2), "token_mean", correction=None),
+        "A trust region in probabilities, around the sampler itself, in place of the ratio's clip.", "arXiv:2602.04879, bounds of prime-rl",
+        _algo("center", _ref("dppo_tv", delta_low=0.2, delta_high=0.2), "token_mean", correction=None) | {"train": {"minibatches": 2}},
     ),
     "gdpo": Preset(
         "GRPO on several rewards, each standardized by itself before they are added.", "arXiv:2601.05242",
@@ -129,7 +130,7 @@ POLICY_GRADIENTS = {
     ),
     "gmpo": Preset(
         "The geometric mean of token ratios, each clipped by itself, wider than PPO does.", "arXiv:2507.20673",
-        _algo("standardize", _ref("gmpo", log_clip_low=0.4, log_clip_high=0.4), "rollout_mean"),
+        _algo("standardize", _ref("gmpo", log_clip_low=0.4, log_clip_high=0.4), "rollout_mean") | {"train": {"minibatches": 8}},
     ),
     # token rewards, and values of states
     "reinforce_pp": Preset(
@@ -153,9 +154,9 @@ POLICY_GRADIENTS = {
     ),
     # another sampler, or an older one
     "decoupled_ppo": Preset(
-        "The clip is anchored on the policy at the step's start; how far that is from the sampler is a weight, at most 5.",
+        "The clip is anchored on the policy at the step's start; the distance to the sampler is a weight, above 5 it drops the token.",
         "arXiv:2110.00641, cap of arXiv:2505.24298",
-        _algo("standardize", _CLIP, "token_mean", prox="scored", correction={"fn": _ref("token_truncate", high=5.0)})
+        _algo("standardize", _CLIP, "token_mean", prox="scored", correction={"fn": _ref("token_mask", low=0.0, high=5.0)})
         | {"train": {"minibatches": 4}},
     ),
     "grpo_tis": Preset(
@@ -212,7 +213,9 @@ PREFERENCES: dict[str, Preset] = {
         "DPO with the Jensen-Shannon divergence in place of the KL.", "arXiv:2309.16240",
         _preference(_ref("sigmoid", beta=0.1, f_divergence="js")),
     ),
-    "rpo": Preset("DPO beside the likelihood of the chosen answers.", "arXiv:2405.16436", _preference(_DPO, nll_coef=1.0)),
+    "rpo": Preset(
+        "DPO beside the likelihood of the chosen answers, a token.", "arXiv:2404.19733, on written pairs", _preference(_DPO, nll_coef=1.0),
+    ),
     "ld_dpo": Preset(
         "DPO in which tokens past the shorter answer's length weigh half.", "arXiv:2409.06411", _preference(_DPO, length_alpha=0.5),
     ),
@@ -221,8 +224,8 @@ PREFERENCES: dict[str, Preset] = {
         _preference(_ref("sigmoid", beta=0.01), weigh_by_policy=True),
     ),
     "tr_dpo": Preset(
-        "DPO whose reference moves towards the policy every 512 steps.", "arXiv:2404.09656",
-        _preference(_DPO, refresh_steps=512, refresh_mix=0.6),
+        "DPO whose reference becomes the policy every 512 steps (the paper's hard update).", "arXiv:2404.09656",
+        _preference(_DPO, refresh_steps=512, refresh_mix=1.0),
     ),
     # other losses of the same difference
     "ipo": Preset(

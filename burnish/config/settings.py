@@ -93,17 +93,25 @@ class Settings(Strict):
         if self.loop == "sync":
             if self.sampling.temperature == 0:
                 raise ValueError("sampling.temperature 0 draws the same sample each time, so nothing can be learned; use 1.0")
-            units = self.train.prompts_per_step * self.train.samples_per_prompt
-        else:
-            units = self.train.examples_per_step
+        units, what = _units(self)
         if self.train.minibatches > units:
-            what = "rollouts" if self.loop == "sync" else "examples"
             raise ValueError(f"train.minibatches is {self.train.minibatches}, but a step has only {units} {what}")
         for place, rewards in (("rewards", self.rewards), *((f"environments {e.name}", e.rewards) for e in self.environments)):
             names = [reward.name or reward.fn.path for reward in rewards]
             if len(set(names)) != len(names):
                 raise ValueError(f"the same reward stands twice in {place}: {names}; give one of them a name")
         return self
+
+
+def _units(s: Settings) -> tuple[int, str]:
+    """The most that a step can be split into, and what those are."""
+    if s.loop != "sync":
+        return s.train.examples_per_step, "examples"
+    if s.preference is not None:
+        return s.train.prompts_per_step, "pairs, one a prompt"
+    if s.sft is not None and s.sft.best_of is not None:
+        return s.train.prompts_per_step * s.sft.best_of, "answers that are learned"
+    return s.train.prompts_per_step * s.train.samples_per_prompt, "rollouts"
 
 
 def _missing_method(s: Settings) -> tuple[str, Strict] | None:

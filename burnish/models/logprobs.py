@@ -62,11 +62,12 @@ def token_outputs(
     top_p: float = 1.0,
     min_p: float = 0.0,
     entropy_grad: bool = False,
+    entropy: bool = True,
     expected: bool = False,
     others: Mapping[str, Comparison] | None = None,
     chunk: int = 512,
 ) -> dict[str, Tensor]:
-    """logp_cur of each token and entropy of its distribution, in nats; and comparisons with frozen models. [N,D], [N] -> [N] each
+    """logp_cur of each token, with `entropy` that of its distribution, in nats; and comparisons with frozen models. [N,D], [N] -> [N] each
 
     `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the backward pass,
     so that [N,V] is never held. The entropy has a gradient only with entropy_grad. With `expected` also logp_expected, the log of
@@ -80,10 +81,11 @@ def token_outputs(
         z = sampling_logits(plain, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep=token)
         log_mass = torch.logsumexp(z, -1)
         logp = z.gather(-1, token[:, None]).squeeze(-1) - log_mass
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-            log_prob = (z - log_mass[:, None]).masked_fill(torch.isneginf(z), 0.0)
-            entropy = -(log_prob.exp() * log_prob).sum(-1)
-        out = [logp, entropy]
+        out = [logp]
+        if entropy:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
+                log_prob = (z - log_mass[:, None]).masked_fill(torch.isneginf(z), 0.0)
+                out.append(-(log_prob.exp() * log_prob).sum(-1))
         if expected:
             with torch.no_grad():
                 out.append(torch.logsumexp(2 * (z - log_mass[:, None]), -1))
@@ -96,7 +98,7 @@ def token_outputs(
             out.append(torch.stack(values).sum(0))
         return tuple(out)
 
-    names = ("logp_cur", "entropy", *(("logp_expected",) if expected else ()), *others)
+    names = ("logp_cur", *(("entropy",) if entropy else ()), *(("logp_expected",) if expected else ()), *others)
     parts = []
     for start in range(0, len(token_N), chunk):
         args = start, hidden_ND[start : start + chunk], token_N[start : start + chunk]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from burnish.config import Algo, Reward, Settings
 from burnish.ref import Ref, RefError, check_signature, parameters
@@ -35,12 +37,17 @@ DIVERGENCE_ARGS = ("logits_cur", "logits_teach", "temperature")
 """What a divergence from a teacher is called with."""
 
 
+LOSS_ARGS = tuple(name for name in COLUMNS if name != "weight")
+"""What a loss of a policy gradient may ask for; the correction's weight is applied to what it gives."""
+
+
 def problems_of_references(s: Settings) -> Iterator[str]:
     """Problems of every reference but the sources, which are looked at where they are called, and preference losses (plan.preferences)."""
     for place, algo, rewards in algos(s):
         yield from _algo(place, algo, rewards, s)
     if s.critic is not None:
         yield from part("critic.loss", s.critic.loss, ("value_cur", "value_prox", "ret"))
+        yield from _tried("critic.loss", s.critic.loss, _columns(1))
     if s.sft is not None:
         yield from part("sft.loss", s.sft.loss, ("logp_cur",), lambda call: call(logp_cur=0))
         yield from _reduce("sft.reduce", s.sft.reduce)
@@ -129,6 +136,30 @@ def _reduce(place: str, ref: Ref) -> Iterator[str]:
     )
 
 
+def _tried(place: str, ref: Ref, known: Mapping[str, Any]) -> Iterator[str]:
+    """A call on two rollouts of two tokens, which meets values that make no sense. Nothing where the signature does not fit."""
+    try:
+        fn = ref.load(room=room_of(place))
+        names = set(parameters(fn)) - set(ref.values)
+        if names <= known.keys() | {n for n, p in parameters(fn).items() if p.default is not p.empty}:
+            fn(**{name: known[name] for name in names & known.keys()}, **ref.values)
+    except RefError:
+        return
+    except ValueError as error:
+        yield f"{place}: {ref.path}: {error}"
+
+
+def _columns(num_rewards: int) -> dict[str, Any]:
+    """Two rollouts of one prompt, of two tokens each."""
+    token, one = torch.tensor([[-1.0, -2.0], [-2.0, -1.0]]), torch.tensor([0.0, 1.0])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    return dict.fromkeys((*COLUMNS, *STEP_COLUMNS, *GROUP_COLUMNS), token) | {
+        "mask": mask, "step_mask": mask, "reward": one, "num_tokens": torch.tensor([2.0, 2.0]),
+        "scores": one[:, None].expand(2, num_rewards), "groups": [[0, 1]], "greedy_reward": one,
+        "baseline": torch.tensor(0.0), "bootstrap": one, "log_ratio": torch.zeros(2, 2),
+    }
+
+
 def _algo(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> Iterator[str]:
     yield from part(f"{place}.advantage", a.advantage, (*GROUP_COLUMNS, *STEP_COLUMNS))
     yield from _advantage(place, a, rewards, s)
@@ -139,9 +170,16 @@ def _algo(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> Iterat
     if a.correction is not None:
         yield from part(f"{place}.correction.fn", a.correction.fn, ("log_ratio", "mask"))
     yield from _reduce(f"{place}.reduce", a.reduce)
-    problems = list(part(f"{place}.loss", a.loss, COLUMNS))
+    known = _columns(sum(not r.cost for r in rewards))
+    yield from _tried(f"{place}.advantage", a.advantage, known)
+    for name, ref in (("loss", a.loss), ("normalize", a.normalize), ("length_penalty", a.length_penalty)):
+        if ref is not None:
+            yield from _tried(f"{place}.{name}", ref, known)
+    if a.correction is not None:
+        yield from _tried(f"{place}.correction.fn", a.correction.fn, known)
+    problems = list(part(f"{place}.loss", a.loss, LOSS_ARGS))
     if problems:
-        yield f"{problems[0]}. A loss may ask for the columns {', '.join(COLUMNS)}"
+        yield f"{problems[0]}. A loss may ask for the columns {', '.join(LOSS_ARGS)}"
         return
     names, path = set(parameters(a.loss.load(room=ROOMS["algo.loss"]))), a.loss.path
     if not {"logp_cur", "entropy"} & names:
@@ -218,7 +256,7 @@ def _advantage(place: str, a: Algo, rewards: Sequence[Reward], s: Settings) -> I
     if "baseline" not in names and a.baseline_decay != Algo.model_fields["baseline_decay"].default:
         yield f"{place}.baseline_decay does nothing: {place}.advantage {path} asks for no baseline; use minus_ema, or remove it"
     costs = any(r.cost for r in rewards)
-    if s.constraint is not None and (not costs or names & {"scores", "value", "step_reward", "logp_teach"}):
+    if s.constraint is not None and (not costs or names & {"scores", "value", "step_reward", "logp_teach", "baseline", "greedy_reward"}):
         yield "constraint: " + (
             "no entry of rewards has cost: true" if not costs
             else f"{place}.advantage {path} makes no advantage of one cost a rollout; use one of reward alone (standardize, center, ...)"
@@ -255,6 +293,13 @@ def _sink(place: str, ref: Ref) -> Iterator[str]:
 
 def problems_of_pairs(s: Settings) -> Iterator[str]:
     """Settings that are fine alone and cannot work together."""
+    if s.algo is not None and s.model.lora is not None and s.model.lora.dropout:
+        yield (
+            f"model.lora.dropout is {s.model.lora.dropout}, and a policy gradient compares the log-probs of sampler and trainer, which "
+            "dropout would set apart; set it to 0"
+        )
+    if s.sft is not None and s.sft.min_reward is not None and any(r.normalize is not None for r in s.rewards):
+        yield "sft.min_reward is in the unit of the rewards, which rewards' normalize takes away; remove one of the two"
     if s.loop == "sync" and s.sampling.top_k == 1:
         yield "sampling.top_k is 1, which draws the same sample each time, so nothing can be learned; use 0 (all tokens) or more"
     if s.loop != "sync" and (normed := [i for i, r in enumerate(s.rewards) if r.normalize is not None]):

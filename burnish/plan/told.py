@@ -8,6 +8,7 @@ from burnish.config import EvalSampling, Settings
 from burnish.config.settings import METHODS
 from burnish.data.tasks import Split
 from burnish.models.load import Facts
+from burnish.plan.references import algos
 from burnish.ref import Ref
 from burnish.types import Pair, Rated
 
@@ -19,6 +20,15 @@ def notes_of(s: Settings, tasks: Mapping[str, Split], answers: Split | None) -> 
     if s.optim.warmup_updates >= updates:
         warmup = s.optim.warmup_updates
         yield f"optim.warmup_updates is {warmup}, and the run makes {updates} updates: the learning rate rises to the end"
+    if s.critic is not None and s.critic.kind == "model" and s.critic.warmup_steps:
+        frozen = s.critic.warmup_steps * s.train.epochs * s.train.minibatches
+        if s.optim.warmup_updates <= frozen:
+            yield (
+                f"optim.warmup_updates is {s.optim.warmup_updates}, and the policy stands still for the first {frozen} updates "
+                "(critic.warmup_steps): it begins at the whole learning rate"
+            )
+    if any(a.prox == "interpolated" for _, a, *_ in algos(s)) and s.loop == "sync":
+        yield "algo.prox interpolated is the sampler itself in loop: sync, where every rollout has the version that the step began with"
     if s.sampling.temperature < 0.5:
         yield f"sampling.temperature is {s.sampling.temperature}: samples of one prompt will be much alike, and equal rewards teach nothing"
     if s.train.samples_per_prompt == 2:

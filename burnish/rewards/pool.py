@@ -143,7 +143,11 @@ class RewardPool:
             steps = self._steps(rollout, values, decode)
         except ValueError as error:
             return Scored(rollout, None, scores, {"steps": f"ValueError: {error}"})
-        return Scored(rollout, float(reward), scores, cost=float(cost) if any(r.cost for r in self._rewards) else None, steps=steps)
+        given = None
+        if any(value is not answer for value, answer in zip(values, answers, strict=True)):
+            given = math.fsum(r.weight * answer.score for r, answer in zip(self._rewards, answers, strict=True) if not r.cost)
+        cost = float(cost) if any(r.cost for r in self._rewards) else None
+        return Scored(rollout, float(reward), scores, cost=cost, given=given, steps=steps)
 
     def _steps(self, rollout: Rollout, values: Sequence[Answer], decode: Decode | None) -> tuple[tuple[int, float], ...]:
         """Rewards of steps, by the step's last token. Beside them a reward of the whole rollout stands at its last sampled token."""

@@ -17,16 +17,16 @@ class Kept:
     dropped: Mapping[str, int]
 
 
-def keep(groups: Sequence[Group], *, constant_groups: str = "keep") -> Kept:
-    """Rules: not_scored (the reward is None), no_tokens (the policy wrote nothing), constant_group (all rewards of the
-    group are equal; only with constant_groups "drop" or "refill"). Everything else stays, in order.
+def keep(groups: Sequence[Group], *, constant_groups: str = "keep", needs_reward: bool = True) -> Kept:
+    """Rules: not_scored (the reward is None; without needs_reward only where the episode failed), no_tokens (the policy wrote nothing),
+    constant_group (all rewards of the group are equal; only with constant_groups "drop" or "refill"). Everything else stays, in order.
     """
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
         scored = []
         for item in group.scored:
-            if item.reward is None:
+            if item.reward is None and (needs_reward or item.rollout.stop.startswith("error:")):
                 dropped["not_scored"] += 1
             elif not item.rollout.num_sampled:
                 dropped["no_tokens"] += 1

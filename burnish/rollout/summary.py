@@ -9,10 +9,12 @@ from burnish.types import Group
 
 
 def summarize(groups: Sequence[Group], kept: Kept, *, success_reward: float) -> dict[str, float]:
-    """Metrics of all rollouts of a step, before anything was dropped. A metric nothing can be said about is absent."""
+    """Metrics of all rollouts of a step, before anything was dropped, with rewards as they were given, before any normalisation.
+    A metric nothing can be said about is absent.
+    """
     scored = [s for g in groups for s in g.scored]
     rollouts = [s.rollout for s in scored]
-    rewards = [s.reward for s in scored if s.reward is not None]
+    rewards = [s.reward if s.given is None else s.given for s in scored if s.reward is not None]
     rated = [[s.reward for s in g.scored if s.reward is not None] for g in groups]
     rated = [r for r in rated if len(r) > 1]
     metrics: dict[str, float] = {

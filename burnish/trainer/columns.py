@@ -106,7 +106,7 @@ def score(
         others = {name: _others(spec, batch.token_BT, row, at) for name, spec in (against or {}).items()}
         out |= token_outputs(
             before_ND, batch.token_BT[row, at], logits=model.logits, entropy_grad=entropy_grad,
-            expected="logp_expected" in needs, others=others, **sampling.distribution,
+            entropy="entropy" in needs, expected="logp_expected" in needs, others=others, **sampling.distribution,
         )
     if "value_cur" in needs:
         out["value_cur"] = model.values(before_ND.detach() if values_detached else before_ND)

@@ -21,6 +21,10 @@ SINGLE_COLUMNS = ("cur", "ref", "desirable", "kl")
 """What a loss of single answers may ask for: [N] each, kl []."""
 
 
+RUNNING = "train/pair_reward_mean"
+"""Mean of the implied rewards of both answers, as the loss that takes the running delta sees them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossTerm:
     """weight * fn of the columns that it names, one number a pair or answer."""
@@ -117,6 +121,11 @@ class PairObjective:
         tally.add("train/preference_accuracy_frac", _positive_share(margin), size)
         if (weight := self._weight(columns)) is not None:
             tally.add("train/pair_weight_mean", weight.sum(), size)
+        if self.running is not None:
+            term = next(t for t in self.losses if "delta" in t.columns)
+            known = self._pairs(columns, self.length_alpha)
+            sides = [rewards_of(known[f"cur_{x}"], known[f"ref_{x}"], beta=term.bound["beta"]) for x in ("chosen", "rejected")]
+            tally.add(RUNNING, 0.5 * sum(sides).sum(), size)
 
     def _pairs(self, columns: Mapping[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
         """[2P,T] columns -> [P] sums of chosen and rejected answers."""
@@ -153,6 +162,7 @@ class SingleObjective:
     with_reference: bool = True
 
     coupled = True
+    rows_without_gradient = True
     needs_signal = None
 
     @property

@@ -21,18 +21,21 @@ class Reference:
     """The policy as it was before the first update, or as it was when it was last refreshed.
 
     With a LoRA adapter it is the model without it and costs no memory; otherwise it is one copy in the dtype that the model computes
-    in, or in float32 where it is to be `mixed` in small steps.
+    in. moves: it is refreshed; and with a mix below 1 it keeps float32 weights beside, from which the copy is rounded.
     """
 
-    def __init__(self, policy: Policy, *, mixed: bool = False) -> None:
-        self.policy, self.mixed = policy, mixed
+    def __init__(self, policy: Policy, *, moves: bool = False, mix: float = 1.0) -> None:
+        self.policy, self.moves, self.mix = policy, moves, mix
         self.frozen = policy
-        if policy.has_adapter and mixed:
+        self.exact: dict[str, Tensor] = {}
+        if policy.has_adapter and moves:
             raise ValueError("a reference that moves needs weights of its own, and with model.lora it is the model without its adapter; "
                              "set preference.refresh_steps to 0, or train without model.lora")
         if not policy.has_adapter:
             module = copy.deepcopy(policy.module).requires_grad_(False)
-            self.frozen = Policy(module.eval().float() if mixed else module.eval())
+            self.frozen = Policy(module.eval())
+        if moves and mix < 1:
+            self.exact = {name: p.detach().float().clone() for name, p in self.frozen.module.named_parameters()}
 
     @property
     def device(self) -> torch.device:
@@ -54,16 +57,25 @@ class Reference:
         """[T] nats of each rollout, 0.0 where not sampled, in the order given."""
         return self.score([Row(r.tokens, r.sampled) for r in rollouts], sampling=sampling, tokens_per_micro_batch=tokens_per_micro_batch)
 
-    def refresh(self, masters: dict[str, Tensor], *, mix: float) -> None:
+    @torch.no_grad()
+    def refresh(self, masters: dict[str, Tensor]) -> None:
         """Move towards the policy's weights: ref <- mix cur + (1 - mix) ref (TR-DPO, arXiv:2404.09656 eq. 2 and 3)."""
-        params = dict(self.frozen.module.named_parameters())
-        mix_([params[name] for name in masters], list(masters.values()), alpha=mix)
+        if self.exact:
+            mix_([self.exact[name] for name in masters], list(masters.values()), alpha=self.mix)
+        self._take(self.exact or masters)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.frozen.module.named_parameters()} if self.mixed else {}
+        if not self.moves:
+            return {}
+        return self.exact or {name: p.detach() for name, p in self.frozen.module.named_parameters()}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
+        for name, value in self.exact.items():
+            value.copy_(tensors[name])
+        self._take(tensors)
+
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         for name, p in self.frozen.module.named_parameters():
             if name in tensors:
                 p.copy_(tensors[name])

@@ -23,6 +23,10 @@ Progress = Callable[[int, int], None]
 Objectives = Mapping[str, Objective]
 
 
+PROBED_UPDATES = 20
+"""Whether an update moves a weight is looked at for the first ones, and now and then: it costs a pass over all weights."""
+
+
 class NonFiniteError(RuntimeError):
     """Too many updates in a row had a loss or gradient that was not finite."""
 
@@ -167,7 +171,10 @@ class _Update:
         for name, objective in self.objectives.items():
             places = [i for i, row in enumerate(self.rows) if row.algo == name]
             batches = [[places[i] for i in index] for index in self._micro_batches(places)]
-            gradient_of = self._coupled(batches, objective, name) if objective.coupled and len(batches) > 1 else None
+            looks_twice = objective.coupled and (len(batches) > 1 or getattr(objective, "rows_without_gradient", False))
+            gradient_of = self._coupled(batches, objective, name) if looks_twice and places else None
+            if gradient_of is not None:
+                batches = self._with_gradient(places, gradient_of)
             for index in batches:
                 columns = self._columns(index, objective)
                 if gradient_of is None:
@@ -199,13 +206,20 @@ class _Update:
             [self.rows[i] for i in places], tokens_per_micro_batch=self.sizes.tokens_per_micro_batch, rows_per_unit=self.sizes.rows_per_unit
         )
 
+    def _with_gradient(self, places: Sequence[int], gradient_of: Mapping[str, Mapping[int, Tensor]]) -> list[list[int]]:
+        """Micro-batches of the rows that have a gradient at all."""
+        moved = [i for i in places if any(bool(by_row[i].any()) for by_row in gradient_of.values())]
+        sizes = {"tokens_per_micro_batch": self.sizes.tokens_per_micro_batch}
+        return [[moved[i] for i in index] for index in micro_batches([self.rows[i] for i in moved], **sizes)]
+
     def _columns(self, index: Sequence[int], objective: Objective) -> dict[str, Tensor]:
         """All that the objective asks for, of the rows at `index`."""
         if self.sizes.dropout_seed is not None:
             torch.manual_seed((self.sizes.dropout_seed * 1_000_003 + self.state.updates * 8191 + index[0]) % 2**63)
         batch = collate(self.rows, index, device=self.state.policy.device)
+        wanted = objective.needs & set(COMPUTED)
         computed = score(
-            self.state.policy, batch, self.sizes.sampling, needs=objective.needs & set(COMPUTED),
+            self.state.policy, batch, self.sizes.sampling, needs=wanted | {"entropy"} if "logp_cur" in wanted else wanted,
             entropy_grad="entropy" in objective.needs, against=objective.against,
             values_detached=getattr(objective, "values_detached", False),
         )
@@ -301,7 +315,8 @@ def _apply(state: TrainState, finite: bool, tally: Tally, *, lr: float, clip_nor
         torch._foreach_mul_([m.grad for m in masters], clip_norm / (norm + 1e-6))
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    probe = _Probe(masters) if lr > 0 and norm > 0 else None
+    watched = state.updates <= PROBED_UPDATES or state.updates % PROBED_UPDATES == 0
+    probe = _Probe(masters) if watched and lr > 0 and norm > 0 else None
     state.optimizer.step()
     if not math.isfinite(float(torch.nn.utils.get_total_norm(masters))):
         raise NonFiniteError(f"update {state.updates} made weights that are not finite, with the learning rate {lr:.3g}; lower optim.lr")
