@@ -52,7 +52,7 @@ METHODS = {
     "baseline": {"algo.advantage": "minus_ema"},
     "refill": {"algo.constant_groups": "refill", "train.epochs": 2},
     "greedy baseline": {"algo.advantage": "above_greedy"},
-    "exact kl": {"algo.kl": {"coef": 0.1, "estimator": "exact", "target_nats": 0.1}, "model.lora": {"rank": 4, "dropout": 0.1}},
+    "exact kl": {"algo.kl": {"coef": 0.1, "estimator": "exact", "target_nats": 0.1}, "model.lora": {"rank": 4}},
 }
 """Changes that make a run of another method."""
 

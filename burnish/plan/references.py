@@ -86,6 +86,9 @@ def part(place: str, ref: Ref, provided: Sequence[str], try_call: Callable[[Call
         yield f"{place}: {error}"
         return
     if try_call is None:
+        by_place = [n for n, p in parameters(fn).items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+        if by_place:
+            yield f"{place}: {ref.path} takes {by_place} by position only, and is called by name; remove the / from its signature"
         return
     try:
         try_call(lambda *args, **kwargs: inspect.signature(fn).bind(*args, **kwargs, **ref.values))
@@ -138,13 +141,11 @@ def _reduce(place: str, ref: Ref) -> Iterator[str]:
 
 def _tried(place: str, ref: Ref, known: Mapping[str, Any]) -> Iterator[str]:
     """A call on two rollouts of two tokens, which meets values that make no sense. Nothing where the signature does not fit."""
-    try:
-        fn = ref.load(room=room_of(place))
-        names = set(parameters(fn)) - set(ref.values)
-        if names <= known.keys() | {n for n, p in parameters(fn).items() if p.default is not p.empty}:
-            fn(**{name: known[name] for name in names & known.keys()}, **ref.values)
-    except RefError:
+    if list(part(place, ref, tuple(known))):
         return
+    fn = ref.load(room=room_of(place))
+    try:
+        fn(**{name: known[name] for name in (set(parameters(fn)) - set(ref.values)) & known.keys()}, **ref.values)
     except ValueError as error:
         yield f"{place}: {ref.path}: {error}"
 

@@ -20,7 +20,7 @@ def notes_of(s: Settings, tasks: Mapping[str, Split], answers: Split | None) -> 
     if s.optim.warmup_updates >= updates:
         warmup = s.optim.warmup_updates
         yield f"optim.warmup_updates is {warmup}, and the run makes {updates} updates: the learning rate rises to the end"
-    if s.critic is not None and s.critic.kind == "model" and s.critic.warmup_steps:
+    if s.critic is not None and s.critic.kind == "model" and 0 < s.critic.warmup_steps < s.train.steps:
         frozen = s.critic.warmup_steps * s.train.epochs * s.train.minibatches
         if s.optim.warmup_updates <= frozen:
             yield (

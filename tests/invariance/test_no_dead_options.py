@@ -55,7 +55,7 @@ class loud:
         from burnish.envs import Reply
         return Reply("0>", done=True)
 """
-LORA = {"model.lora": {"rank": 4, "dropout": 0.1}}
+LORA = {"model.lora": {"rank": 4}}
 KL_LOSS = {"algo.kl": {"coef": 0.5, "place": "loss"}, "optim.lr": 1e-2}
 ADAPTIVE = {"algo.kl": {"coef": 0.5, "place": "loss", "target_nats": 0.01, "horizon_rollouts": 100}, "optim.lr": 1e-2}
 WARM_EVAL = {"evaluate.sampling.temperature": 1.0}

@@ -101,7 +101,7 @@ def test_a_recipe_that_works(look):
     ["algo.loss=my_parts.py:loss"], ["rewards.0.fn=my_parts:reward"], ["rewards.1.fn=my_parts.py:reward"],
     ["tasks.source=my_parts.py:few", "tasks.held_out=6"],
     ["algo.loss=my_parts.py:loss_of_the_reference", "algo.kl.coef=0"], ["algo.advantage=reward_itself", "train.samples_per_prompt=1"],
-    ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"], ["algo.advantage=my_parts.py:by_place_only"],
+    ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"],
 ])
 def test_changes_that_work(look, sets):
     look(*sets)
@@ -209,6 +209,14 @@ TEACH = ["distill={teachers: [{model: {scratch: {alphabet: '0123456789> '}}}], d
     (["algo.loss=reinforce", "algo.correction=null", "algo.stop_at_kl_nats=1"], "algo.stop_at_kl_nats does nothing: reinforce takes no"),
     (["algo.stop_at_kl_nats=1"], "algo.stop_at_kl_nats does nothing: a step has one update"),
     (["algo.correction.fn.hi=3"], "algo.correction.fn: token_truncate takes no ['hi']"),
+    (["algo.loss.eps_low=-1"], "algo.loss: ppo_clip: eps_low and eps_high are distances from the ratio 1"),
+    (["algo.advantage={ref: gae, gamma: 1.0, lam: 2.0}", "critic={}"], "algo.advantage: gae: lam is 2.0; it must lie between 0 and 1"),
+    (["algo.length_penalty={ref: soft_overlong, max_tokens: 2, cache_tokens: 5}"], "algo.length_penalty: soft_overlong: cache_tokens is 5"),
+    (["algo.advantage={ref: standardize_each, weights: [1, 2]}"], "algo.advantage: standardize_each: 2 weights for 1 scores"),
+    ([*GAE, "critic.loss={ref: clipped_error, clip: -1}"], "critic.loss: clipped_error: clip is a distance above 0"),
+    (["algo.advantage=my_parts.py:by_place_only"], "takes ['reward'] by position only, and is called by name"),
+    (["model.lora={rank: 2, dropout: 0.1}"], "a policy gradient compares the log-probs of sampler and trainer"),
+    ([*COST, "constraint.limit=0.1", "algo.advantage=minus_ema"], "makes no advantage of one cost a rollout"),
     (["algo.normalize=whitten"], "algo.normalize: whitten: burnish.algorithms.advantages has no 'whitten'; did you mean 'whiten'?"),
     (["algo.length_penalty=soft_overlong"], "algo.length_penalty: soft_overlong needs ['"),
     ([*GAE, "critic.loss=clipped_error"], "critic.loss: clipped_error needs ['clip']"),
