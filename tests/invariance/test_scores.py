@@ -265,3 +265,16 @@ def test_a_margin_in_the_recipe_takes_the_place_of_those_of_the_data(monkeypatch
     one, _ = gradient(state, batch, without, tokens=1000, monkeypatch=monkeypatch)
     other, _ = gradient(state, none, PairScores(reward_losses.bradley_terry), tokens=1000, monkeypatch=monkeypatch)
     assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_a_loss_of_ones_own_meets_no_rating_that_is_not_known(monkeypatch):
+    """It need not mask by itself: neither value nor gradient comes from what stands there."""
+    state, _ = make("squared_error", "several")
+    batch = batch_of("squared_error", "several")
+    unknown = [dict.fromkeys((n.replace("known", "rating") for n, v in row.numbers.items() if n.startswith("known") and not v), math.nan)
+               for row in batch.rows]
+    poisoned = replace(batch, rows=tuple(replace(row, numbers={**row.numbers, **bad}) for row, bad in zip(batch.rows, unknown, strict=True)))
+    objective = RatedScores(lambda score, target: (score - target).abs(), OUTPUTS)
+    clean, _ = gradient(state, batch, objective, tokens=60, monkeypatch=monkeypatch)
+    dirty, _ = gradient(state, poisoned, objective, tokens=60, monkeypatch=monkeypatch)
+    assert any(unknown) and all(torch.equal(clean[n], dirty[n]) for n in clean)
