@@ -273,7 +273,8 @@ def test_a_loss_of_ones_own_meets_no_rating_that_is_not_known(monkeypatch):
     batch = batch_of("squared_error", "several")
     unknown = [dict.fromkeys((n.replace("known", "rating") for n, v in row.numbers.items() if n.startswith("known") and not v), math.nan)
                for row in batch.rows]
-    poisoned = replace(batch, rows=tuple(replace(row, numbers={**row.numbers, **bad}) for row, bad in zip(batch.rows, unknown, strict=True)))
+    rows = tuple(replace(row, numbers={**row.numbers, **bad}) for row, bad in zip(batch.rows, unknown, strict=True))
+    poisoned = replace(batch, rows=rows)
     objective = RatedScores(lambda score, target: (score - target).abs(), OUTPUTS)
     clean, _ = gradient(state, batch, objective, tokens=60, monkeypatch=monkeypatch)
     dirty, _ = gradient(state, poisoned, objective, tokens=60, monkeypatch=monkeypatch)
