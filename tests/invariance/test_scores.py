@@ -275,7 +275,7 @@ def test_a_loss_of_ones_own_meets_no_rating_that_is_not_known(monkeypatch):
                for row in batch.rows]
     rows = tuple(replace(row, numbers={**row.numbers, **bad}) for row, bad in zip(batch.rows, unknown, strict=True))
     poisoned = replace(batch, rows=rows)
-    objective = RatedScores(lambda score, target: (score - target).abs(), OUTPUTS)
+    objective = RatedScores(lambda score, target: (score - target) ** 4, OUTPUTS)
     clean, _ = gradient(state, batch, objective, tokens=60, monkeypatch=monkeypatch)
     dirty, _ = gradient(state, poisoned, objective, tokens=60, monkeypatch=monkeypatch)
     assert any(unknown) and all(torch.equal(clean[n], dirty[n]) for n in clean)
