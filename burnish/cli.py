@@ -108,12 +108,15 @@ def check(recipe: RecipeArg, sets: SetOption = None, seed: SeedOption = None) ->
 
 
 @app.command()
-def recipes() -> None:
-    """List the shipped recipes and what they reach.
+def recipes(
+    word: Annotated[str | None, typer.Argument(metavar="WORD", show_default=False, help="Only those that have it, in full.")] = None,
+) -> None:
+    """List the shipped recipes and what they reach; the tiny ones of the presets by name.
 
     \b
     Examples:
       burnish recipes
+      burnish recipes dpo
       burnish train from-scratch-tiny
       burnish train from-scratch-tiny --print-settings
     """
@@ -123,11 +126,20 @@ def recipes() -> None:
 
     with _told():
         console = Console(highlight=False)
-        for info in shipped():
+        found = [info for info in shipped() if word is None or word.lower() in f"{info.name} {info.about}".lower()]
+        tiny = [info.name for info in found if word is None and info.preset and info.name.endswith("-tiny")]
+        for info in found:
+            if info.name in tiny:
+                continue
             console.print(Text(info.name, style="bold"))
             for label, text in (("", info.about), ("expect: ", info.expect)):
                 if text:
                     console.print(Padding(Text(label + " ".join(text.split())), (0, 0, 0, 2), expand=False))
+        if tiny:
+            console.print("and one for each preset, which learns on a CPU in under a minute (`burnish recipes WORD` tells more of them):")
+            console.print(Padding(Text(", ".join(tiny)), (0, 0, 0, 2), expand=False))
+        if not found:
+            raise SettingsError([f"no recipe has the word {word!r}; `burnish recipes` lists all"])
 
 
 @app.command()

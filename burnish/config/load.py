@@ -38,6 +38,7 @@ class RecipeInfo:
     name: str
     about: str
     expect: str
+    preset: str | None
     path: Path
 
 
@@ -67,7 +68,7 @@ def shipped() -> list[RecipeInfo]:
     infos = []
     for path in sorted(_recipe_folder().glob("*.yaml")):
         data = read(_text(path), _shown(path)).data
-        infos.append(RecipeInfo(path.stem, str(data.get("about", "")), str(data.get("expect", "")), path))
+        infos.append(RecipeInfo(path.stem, str(data.get("about", "")), str(data.get("expect", "")), data.get("preset"), path))
     return infos
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,13 @@ def test_no_torch_where_none_is_needed(args):
 def test_recipes(run):
     told = run("recipes").output
     for info in shipped():
-        assert f"{info.name}\n" in told and info.about.split()[0] in told and "expect: " in told
+        if info.preset and info.name.endswith("-tiny"):
+            assert re.search(rf"(?<![\w-]){info.name}(,|\s|$)", told) and f"\n{info.name}\n" not in told
+        else:
+            assert f"{info.name}\n" in told and info.about.split()[0] in told and "expect: " in told
+    some = run("recipes", "dpo").output
+    assert "\ndpo-tiny\n" in f"\n{some}" and "expect: " in some and "arithmetic-grpo" not in some
+    assert "no recipe has the word 'xyzzy'; `burnish recipes` lists all" in run("recipes", "xyzzy").output
 
 
 def test_print_settings_is_a_recipe(run, tmp_path):
