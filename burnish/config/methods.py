@@ -50,7 +50,7 @@ class Correction(Strict):
     """Weights on the policy loss for the distance between the sampler and the policy at the start of a step's updates."""
 
     fn: RefField = Ref("token_truncate", {"high": 2.0})
-    """Log-ratios to weights. Rounding alone leaves ratios of tokens below 1.6 (bench/LOG.md). Short names: burnish.algorithms.corrections."""
+    """Log-ratios to weights. Rounding alone leaves tokens' ratios below 1.6 (bench/LOG.md). Short names: burnish.algorithms.corrections."""
     normalize: bool = False
     """Weights have mean 1 over the step; this needs a pass over all rollouts before the first update."""
     denominator: Literal["original", "kept"] = "original"
