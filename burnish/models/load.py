@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
-from burnish.config.settings import Model
+from burnish.config import Model
 from burnish.models import gguf, scratch
 from burnish.models.adapters import add_lora
 from burnish.models.files import quiet
