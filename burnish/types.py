@@ -94,8 +94,8 @@ class Scored:
     scores: Mapping[str, float | None]                 # by reward name, before weights
     errors: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = None                          # of the rewards that are costs; None where there are none
-    given: float | None = None                         # the reward before it was normalised; None where it was not
     steps: tuple[tuple[int, float], ...] = ()          # rewards of steps: index of a step's last token, value; part of `reward` too
+    given: float | None = None                         # the reward before it was normalised; None where it was not
 
 
 @dataclass(frozen=True, slots=True)

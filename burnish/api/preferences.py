@@ -89,7 +89,7 @@ class Preferences:
         columns, tally = {**whole.numbers, **whole.given, "mask": whole.mask_BT}, Tally()
         terms = self.objective.terms(columns, Counts.of(rows, rows_per_unit=2))
         self.objective.measure(columns, tally)
-        measured = {name.replace("train/", "eval/", 1): value for name, value in tally.values().items()}
+        measured = {name.replace("train/", "eval/", 1): value for name, value in tally.values().items() if name != RUNNING}
         return {"eval/loss": float(sum(terms.values())), **measured}
 
     # both

@@ -32,6 +32,7 @@ SCHEMA = pa.schema([
     ("errors", pa.map_(pa.string(), pa.string())),
     ("cost", pa.float64()),                # null: no reward is a cost, or could not be scored
     ("steps", pa.list_(pa.struct([("token", pa.int32()), ("value", pa.float64())]))),     # rewards of steps, by their last token
+    ("given", pa.float64()),               # the reward before it was normalised; null: it was not
     ("advantage", pa.float64()),           # null: not trained on, or not known here
     ("tokens", pa.list_(pa.int32())),
     ("token_texts", pa.list_(pa.string())),
@@ -110,6 +111,7 @@ def _row(step: int, group: int, scored: Scored, advantage: float | None, text_of
         "errors": list(scored.errors.items()),
         "cost": scored.cost,
         "steps": [{"token": at, "value": value} for at, value in scored.steps],
+        "given": scored.given,
         "advantage": advantage,
         "tokens": rollout.tokens,
         "token_texts": [text_of(token) for token in rollout.tokens],
@@ -140,4 +142,4 @@ def _scored(row: dict[str, Any]) -> Scored:
         version=row["version"],
     )
     steps = tuple((step["token"], step["value"]) for step in row["steps"])
-    return Scored(rollout, row["reward"], row["scores"], row["errors"], row["cost"], steps)
+    return Scored(rollout, row["reward"], row["scores"], row["errors"], row["cost"], steps, row["given"])

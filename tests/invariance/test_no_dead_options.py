@@ -184,6 +184,7 @@ ELSEWHERE = {
     "distill.teachers.0.model.path": "as model.path",
 }
 REFUSED = {
+    "model.lora.dropout": "a policy gradient has no use for it",
     "rewards.0.timeout_s": "no reward comes in time", "train.max_skipped_updates": "how a run ends is what it changes",
     "reward_model.outputs": "the data has two ratings",
     "critic.model.scratch.alphabet": "another vocabulary than the policy's", "distill.teachers.0.model.lora": "it is not trained",

@@ -96,7 +96,7 @@ SIMPLER = {
     "reinforce": Same(than=("algo.loss=importance_sampling",)),
     "reinforce_ema": Same("reinforce_batch_mean"),                                  # its first baseline is the step's mean
     "rloo": Same(than=("algo.advantage=center",), factor=12 / 11),
-    "sequence_ppo": Same("rloo"),
+    "sequence_ppo": Same("rloo", sets=(ONE_UPDATE,)),
     "opo": Same(than=("algo.advantage=center",), both=ONE_TOKEN),                     # all of one length
     "grpo": Same(than=like("standardize", "rollout_mean")),
     "grpo_process": Same("grpo"),                                                   # rewards of whole answers are those of one step
@@ -106,12 +106,12 @@ SIMPLER = {
         sets=("algo.length_penalty.max_tokens=100", "algo.length_penalty.cache_tokens=10", ONE_UPDATE),
     ),
     "cispo": Same(than=like("standardize", "token_mean"), sets=(ONE_UPDATE,)),
-    "sapo": Same(than=like("standardize", "rollout_mean")),
-    "dppo": Same(than=like("center", "token_mean")),
+    "sapo": Same(than=like("standardize", "rollout_mean"), sets=(ONE_UPDATE,)),
+    "dppo": Same(than=like("center", "token_mean"), sets=(ONE_UPDATE,)),
     "gdpo": Same("grpo", than=("algo.kl=null",), sets=("algo.advantage.weights=[1.0]",), both=ONE_GROUP, rtol=1e-3),
     "gspo": Same(than=like("standardize", "rollout_mean"), sets=(ONE_UPDATE,)),
     "gspo_token": Same(than=like("standardize", "rollout_mean"), sets=(ONE_UPDATE,)),
-    "gmpo": Same(than=like("standardize", "rollout_mean")),
+    "gmpo": Same(than=like("standardize", "rollout_mean"), sets=(ONE_UPDATE,)),
     "reinforce_pp": Same(than=("algo.advantage={ref: standardize, eps: 0.0}",), both=(*ONE_TOKEN, *ONE_GROUP)),
     "reinforce_pp_baseline": Same("reinforce_pp", both=ONE_GROUP),
     "ppo": Same("reinforce_pp", sets=("algo.advantage.lam=1.0", ONE_UPDATE)),        # a critic that says 0, without discount

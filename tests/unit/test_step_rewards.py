@@ -212,6 +212,7 @@ def test_running_normalisation_changes_the_reward_and_not_the_score(file):
         found = pool.score(rollouts, Reading(decode, {"length": norm}, learns=True))
         assert [s.scores["length"] for s in found] == [2.0, 1.0, 3.0]
         assert [s.reward for s in found] == [2 * value for value in expected]
+        assert [s.given for s in found] == [4.0, 2.0, 6.0]
         again = pool.score(rollouts[2:], Reading(decode, {"length": norm}))
         assert (norm.count, again[0].reward) == (3, found[2].reward), "statistics stand still outside of training"
         assert pool.score(rollouts)[2].reward == 6.0
@@ -253,7 +254,7 @@ def test_a_cost_keeps_its_unit():
 
 def test_cost_and_steps_come_back_from_the_file_without_loss(tmp_path):
     one, two = rollout(("policy", [2, 0])), rollout(("policy", [3, 0]), sample=1)
-    stepped = Scored(one, 0.5, {"a": 0.5}, cost=0.1 + 0.2, steps=((1, 1 / 3), (2, -1e-300)))
+    stepped = Scored(one, 0.5, {"a": 0.5}, cost=0.1 + 0.2, steps=((1, 1 / 3), (2, -1e-300)), given=2 / 3)
     groups = [
         Group(one.task, (stepped, Scored(one, 0.0, {"a": 0.0}, cost=0.0))),
         Group(two.task, (Scored(two, 1.0, {"a": 1.0}), Scored(two, None, {"a": None}, {"a": "why"}))),
