@@ -41,6 +41,9 @@ def loss_of_values(logp_cur, value_cur): return logp_cur * value_cur
 def loss_of_teachers(logp_cur, logp_teach): return logp_cur - logp_teach
 def loss_of_scores(logp_cur, score_cur): return logp_cur * score_cur
 def of_the_step(reward, groups): return reward
+def of_four(reward):
+    assert len(reward) == 4, "called with made-up numbers"
+    return reward
 def one_argument(loss): return loss.sum()
 def two_arguments(reward, eps): return reward
 def by_place_only(reward, /): return reward
@@ -102,6 +105,7 @@ def test_a_recipe_that_works(look):
     ["tasks.source=my_parts.py:few", "tasks.held_out=6"],
     ["algo.loss=my_parts.py:loss_of_the_reference", "algo.kl.coef=0"], ["algo.advantage=reward_itself", "train.samples_per_prompt=1"],
     ["algo.reduce={ref: rollout_sum_over, length: 8}"], ["monitor.sinks=[tensorboard]"],
+    ["algo.advantage=my_parts.py:of_four"],
 ])
 def test_changes_that_work(look, sets):
     look(*sets)
