@@ -146,6 +146,8 @@ def _check(position: int, item: Answer) -> None:
     if isinstance(item, Rated) and item.steps:
         _check_steps(f"item {position} (id {item.id})", item)
     numbers = [item.margin] if isinstance(item, Pair) else list(item.ratings) if isinstance(item, Rated) else []
+    if wrong := [n for n in numbers if n is not None and (isinstance(n, bool) or not isinstance(n, int | float))]:
+        raise TypeError(f"item {position} (id {item.id}): a rating or margin is {wrong[0]!r}; it is a number, or None if not known")
     if any(n is not None and not math.isfinite(n) for n in numbers):
         raise ValueError(f"item {position} (id {item.id}): a rating or margin is not finite; leave it out (null) where it is not known")
 

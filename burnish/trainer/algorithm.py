@@ -139,13 +139,16 @@ class Algorithm:
             if kept is not None and "adv" in columns:        # what is dropped must not be infinite: 0 * inf is no number
                 columns = {**columns, "adv": masked(columns["adv"], kept)}
             loss = self.loss(**{name: columns[name] for name in self.columns})
-            if loss.shape != mask.shape:
+            if getattr(loss, "shape", None) != mask.shape:
+                found = f"the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 raise ShapeError(
-                    f"the loss returned the shape {tuple(loss.shape)} for columns of the shape {tuple(mask.shape)}; a loss gives "
+                    f"the loss returned {found} for columns of the shape {tuple(mask.shape)}; a loss gives "
                     "one number per token and takes no mean or sum: algo.reduce does, with the counts of the whole step"
                 )
             if weight is not None:
                 loss = loss * weight
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise ShapeError("the loss has no gradient: it uses logp_cur or entropy only detached, so nothing would be learned")
             out["policy"] = self.reduce(loss, kept, **counts.of_kept) if self._counts_kept else total(loss)
         if self.kl is not None:
             out["kl"] = self.kl.control.coef * total(self._kl(columns))

@@ -334,6 +334,15 @@ def test_updates_that_were_skipped_are_not_counted_as_trained_on(make_tiny):
     assert (metrics["train/rollouts_count"], metrics["train/tokens_count"]) == (0, 0)
 
 
+@pytest.mark.parametrize(("wrong", "said"), [
+    (lambda logp_cur, adv: None, "the loss returned a NoneType"), (lambda logp_cur, adv: -logp_cur.detach() * adv, "has no gradient"),
+])
+def test_a_loss_that_gives_nothing_to_learn_is_refused(make_tiny, wrong, said):
+    state = state_of(make_tiny("llama"))
+    with pytest.raises(ValueError, match=said):
+        train_step(state, on_policy(state, random_rows(4)), Algorithm(wrong, token_mean), **ONE)
+
+
 @pytest.mark.parametrize("wrong", [lambda logp_cur, adv: -(logp_cur * adv).mean(), lambda logp_cur, adv: -(logp_cur * adv).sum(-1)])
 def test_a_loss_that_is_not_one_number_per_token_is_refused(make_tiny, wrong):
     state = state_of(make_tiny("llama"))
