@@ -108,7 +108,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.scratch.alphabet": ("0123456789>+", {}), "model.scratch.model_type": ("qwen2", {}),
     "model.scratch.config": ({"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}, {}),
     "model.dtype": ("bfloat16", {}),
-    "model.lora.rank": (2, LORA), "model.lora.alpha": (4.0, LORA), "model.lora.dropout": (0.5, LORA),
+    "model.lora.rank": (2, LORA), "model.lora.alpha": (4.0, LORA), "model.lora.dropout": (0.5, {**SFT, "model.lora": {"rank": 4}}),
     "model.lora.targets": (["q_proj"], LORA),
     "tasks.source": ({"ref": "reverse_digits", "length": 2}, {}), "tasks.held_out": (20, {}), "tasks.shuffle": (False, {}),
     "env": ("PARTS:loud", {}),
@@ -184,7 +184,6 @@ ELSEWHERE = {
     "distill.teachers.0.model.path": "as model.path",
 }
 REFUSED = {
-    "model.lora.dropout": "a policy gradient has no use for it",
     "rewards.0.timeout_s": "no reward comes in time", "train.max_skipped_updates": "how a run ends is what it changes",
     "reward_model.outputs": "the data has two ratings",
     "critic.model.scratch.alphabet": "another vocabulary than the policy's", "distill.teachers.0.model.lora": "it is not trained",
