@@ -1,0 +1,182 @@
+"""Decoders of the Llama family on packed weights, by the compiled step: a whole step of all rows in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from burnish.engines.native.build import library
+from burnish.engines.native.pages import PAGE_TOKENS
+from burnish.engines.native.scheduler import Rows
+from burnish.models.policy import Policy
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+_PART = ("qkv", "o", "gate_up", "down", "norm1", "norm2", "qkv_bias", "q_norm", "k_norm")
+_INTS = ("layers", "width", "heads", "kv_heads", "head_dim", "inner", "vocab", "window", "threads", "is_bf16")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _PART]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in ("eps", "scale", "logit_scale")),
+        ("layer", ctypes.POINTER(_Layer)), *((name, ctypes.c_void_p) for name in ("embed", "norm", "head", "cos", "sin")),
+    ]
+
+
+class Unsuited(ValueError):
+    """Why a model does not run by the compiled step."""
+
+
+class FastRunner:
+    """Runs rows of (token, position, slot). Its weights are packed copies, made anew by `refresh` from the module that is trained."""
+
+    row_exact = True               # a row's numbers do not depend on the rows beside it
+
+    def __init__(self, policy: Policy, *, context_tokens: int) -> None:
+        self.library = library()
+        self.policy, self.module, self.config = policy, policy.base, policy.config
+        self.context_tokens = context_tokens
+        _check(policy)
+        self.dtype = policy.head.weight.dtype
+        self.packed: dict[str, Tensor] = {}
+        self.num_pages = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the module's weights as they are now."""
+        config, body = self.config, self.policy.body
+        layers = (_Layer * config.num_hidden_layers)()
+        for i, layer in enumerate(body.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            gate, up = (part.weight.detach().view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj))
+            bias = None
+            if projections[0].bias is not None:
+                bias = self._keep(f"{i}.bias", torch.cat([p.bias.detach() for p in projections]).float())
+            norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+            layers[i] = _Layer(
+                self._pack(f"{i}.qkv", torch.cat([p.weight.detach() for p in projections])),
+                self._pack(f"{i}.o", attention.o_proj.weight.detach()),
+                self._pack(f"{i}.gate_up", torch.stack([gate, up], 1).reshape(-1, config.hidden_size)),
+                self._pack(f"{i}.down", mlp.down_proj.weight.detach()),
+                layer.input_layernorm.weight.data_ptr(), layer.post_attention_layernorm.weight.data_ptr(), bias,
+                *(norm.weight.data_ptr() if norm is not None else None for norm in norms),
+            )
+        if not hasattr(self, "cos"):
+            position = torch.arange(self.context_tokens)[None]
+            cos, sin = body.rotary_emb(torch.zeros(1, 1, dtype=self.dtype), position)
+            self.cos, self.sin = cos[0].float().contiguous(), sin[0].float().contiguous()
+        head_dim = _head_dim(config)
+        self.layers = layers
+        self.model = _Model(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
+            config.intermediate_size, config.vocab_size, getattr(config, "sliding_window", None) or 0, torch.get_num_threads(),
+            int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, 1.0, layers,
+            body.embed_tokens.weight.data_ptr(), body.norm.weight.data_ptr(), self._pack("head", self.policy.head.weight.detach()),
+            self.cos.data_ptr(), self.sin.data_ptr(),
+        )
+
+    def reserve(self, *, num_pages: int, rows: int) -> None:
+        """Room for so many pages and rows; what was in the cache is gone."""
+        config, head_dim = self.config, _head_dim(self.config)
+        size = config.num_hidden_layers * num_pages * config.num_key_value_heads * PAGE_TOKENS * head_dim
+        if num_pages != self.num_pages:
+            self.keys, self.values = (torch.zeros(size, dtype=self.dtype) for _ in range(2))
+            self.num_pages = num_pages
+        heads = (config.num_attention_heads * 2 + 2 * config.num_key_value_heads) * head_dim
+        self.work = torch.empty(rows * (2 * config.hidden_size + heads + config.intermediate_size) + 64, dtype=self.dtype)
+
+    def step(self, rows: Rows, table: np.ndarray) -> Tensor:
+        """Writes the rows into the cache and returns the logits of the last rows. -> [L,V] float32"""
+        logits = torch.empty(len(rows.last), self.config.vocab_size)
+        self.library.burnish_step(
+            ctypes.byref(self.model), len(rows.token), _at(rows.token), _at(rows.position), _at(rows.slot), _at(table), table.shape[1],
+            ctypes.c_void_p(self.keys.data_ptr()), ctypes.c_void_p(self.values.data_ptr()), ctypes.c_int64(self.num_pages),
+            ctypes.c_void_p(self.work.data_ptr()), ctypes.c_void_p(logits.data_ptr()), _at(rows.last), len(rows.last),
+        )
+        return logits
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.library.burnish_copy_page(
+            ctypes.byref(self.model), ctypes.c_void_p(self.keys.data_ptr()), ctypes.c_void_p(self.values.data_ptr()),
+            ctypes.c_int64(self.num_pages), ctypes.c_int64(source), ctypes.c_int64(target),
+        )
+
+    def clear_page(self, page: int) -> None:
+        for block in (self.keys, self.values):
+            block.view(self.config.num_hidden_layers, self.num_pages, -1)[:, page] = 0
+
+    def draw(self, logits_NV: Tensor, uniform_N: np.ndarray, *, temperature: float) -> tuple[list[int], list[float]]:
+        """As sampler.draw without filters."""
+        n, vocab = logits_NV.shape
+        token, logp = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.float32)
+        self.library.burnish_draw(
+            self.model.threads, ctypes.c_void_p(logits_NV.data_ptr()), n, vocab, ctypes.c_float(temperature), _at(uniform_N), _at(token),
+            _at(logp),
+        )
+        return token.tolist(), logp.tolist()
+
+    def _pack(self, name: str, weight: Tensor) -> int:
+        weight = weight.contiguous()
+        out, width = weight.shape
+        if name not in self.packed:
+            self.packed[name] = torch.empty(-(-out // 16) * 16 * width, dtype=weight.dtype)
+        self.library.burnish_pack(
+            ctypes.c_void_p(weight.data_ptr()), out, width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()),
+            torch.get_num_threads(),
+        )
+        return self.packed[name].data_ptr()
+
+    @property
+    def model_is_bf16(self) -> int:
+        return int(self.dtype is torch.bfloat16)
+
+    def _keep(self, name: str, value: Tensor) -> int:
+        self.packed[name] = value.contiguous()
+        return self.packed[name].data_ptr()
+
+
+def _at(values: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(values.ctypes.data)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check(policy: Policy) -> None:
+    """Raises Unsuited with the reason."""
+    config = policy.config
+    if policy.has_adapter:
+        raise Unsuited("the model has an adapter")
+    if config.model_type not in MODEL_TYPES:
+        raise Unsuited(f"{config.model_type} is none of {', '.join(MODEL_TYPES)}")
+    if policy.device.type != "cpu":
+        raise Unsuited("the model is not on a CPU")
+    if policy.head.weight.dtype not in (torch.float32, torch.bfloat16):
+        raise Unsuited(f"the weights are {policy.head.weight.dtype}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise Unsuited(f"its rotary positions ({rope}) change with the length")
+    for name, value, unit in (
+        ("hidden_size", config.hidden_size, 16), ("intermediate_size", config.intermediate_size, 16), ("head_dim", _head_dim(config), 16),
+    ):
+        if value % unit:
+            raise Unsuited(f"{name} {value} is no multiple of {unit}")
+    if config.hidden_act != "silu":
+        raise Unsuited(f"its activation is {config.hidden_act}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1 or getattr(config, "no_rope_layers", None) and not all(config.no_rope_layers):
+        raise Unsuited("its layers are not all of one kind")
+    for layer in policy.body.layers:
+        linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
+        if len(linear) != 7 or any(m.bias is not None for m in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)):
+            raise Unsuited("a layer has more than the seven linear maps of the Llama family, or biases elsewhere than on queries, keys, values")

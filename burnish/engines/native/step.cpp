@@ -1,0 +1,505 @@
+// One step of a Llama-like decoder on packed weights: any mixture of rows (prompt tokens and newest tokens), each with its own
+// sequence and position, through all layers to logits. Every sum runs in an order that depends on the row alone, so a row's numbers
+// are the same bits whatever stands beside it. Rounding to bfloat16 happens where transformers' modules round.
+#include <immintrin.h>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <algorithm>
+#include <vector>
+#include <thread>
+#include <chrono>
+#include <initializer_list>
+
+namespace {
+
+constexpr int PAGE = 16;                       // tokens of a page of the cache, and columns of a tile of weights
+typedef uint16_t bf16;
+
+inline float up(bf16 x) { uint32_t u = uint32_t(x) << 16; float f; memcpy(&f, &u, 4); return f; }
+inline bf16 down(float f) {
+  uint32_t u; memcpy(&u, &f, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return bf16((u >> 16) | 64);
+  return bf16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+inline __m512 up16(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)); }
+inline void down16(bf16* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+inline __m512 rounded(__m512 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16)); }
+
+inline __m512 exp16(__m512 x) {                // about 1 ulp; 0 below -87
+  const __m512 lo = _mm512_set1_ps(-87.3f), hi = _mm512_set1_ps(88.3f);
+  __mmask16 under = _mm512_cmp_ps_mask(x, lo, _CMP_LT_OQ);
+  x = _mm512_min_ps(_mm512_max_ps(x, lo), hi);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
+  y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
+  y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
+  y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
+  y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
+  y = _mm512_fmadd_ps(y, _mm512_mul_ps(x, x), _mm512_add_ps(x, _mm512_set1_ps(1.0f)));
+  y = _mm512_scalef_ps(y, n);
+  return _mm512_mask_mov_ps(y, under, _mm512_setzero_ps());
+}
+
+// ---- threads: one team, kept; phases are separated by a spinning barrier
+
+struct Barrier {
+  int n; std::atomic<int> in{0}; std::atomic<int> turn{0};
+  void wait() {
+    int t = turn.load(std::memory_order_acquire);
+    if (in.fetch_add(1, std::memory_order_acq_rel) == n - 1) { in.store(0, std::memory_order_relaxed); turn.fetch_add(1, std::memory_order_release); return; }
+    for (int spins = 0; turn.load(std::memory_order_acquire) == t; ++spins) { if (spins < 20000) _mm_pause(); else std::this_thread::yield(); }
+  }
+};
+
+// ---- element types: T is what weights, cache and activations are kept in
+
+template <class T> struct Kind;
+template <> struct Kind<bf16> {
+  static constexpr int K = 2;                  // values of the inner dimension that one lane holds
+  static __m512 load(const bf16* p) { return up16(p); }
+  static void store(bf16* p, __m512 v) { down16(p, v); }
+  static __m512 round(__m512 v) { return rounded(v); }
+  static float one(bf16 x) { return up(x); }
+  static bf16 make(float f) { return down(f); }
+  static __m512 dot(__m512 acc, const bf16* w, const bf16* x) {
+    int32_t pair; memcpy(&pair, x, 4);
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(pair));
+  }
+};
+template <> struct Kind<float> {
+  static constexpr int K = 1;
+  static __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
+  static __m512 round(__m512 v) { return v; }
+  static float one(float x) { return x; }
+  static float make(float f) { return f; }
+  static __m512 dot(__m512 acc, const float* w, const float* x) { return _mm512_fmadd_ps(_mm512_loadu_ps(w), _mm512_set1_ps(*x), acc); }
+};
+
+// R rows x C tiles of 16 columns; w is packed [tile][in/K][16][K]
+template <class T, int R, int C, class Out>
+inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Out out) {
+  constexpr int K = Kind<T>::K;
+  __m512 acc[R][C];
+  for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+  for (int k = 0; k < in; k += K) {
+    __m512 wv[C];
+    for (int c = 0; c < C; ++c) wv[c] = _mm512_loadu_ps((const float*)(w + c * tile + int64_t(k) * 16));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      if constexpr (K == 2) {
+        int32_t pair; memcpy(&pair, x + r * ldx + k, 4);
+        __m512bh xv = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)_mm512_castps_si512(wv[c]), xv);
+      } else {
+        __m512 xv = _mm512_set1_ps(Kind<T>::one(x[r * ldx + k]));
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) acc[r][c] = _mm512_fmadd_ps(wv[c], xv, acc[r][c]);
+      }
+    }
+  }
+  for (int c = 0; c < C; ++c) {
+    __m512 b = bias ? _mm512_loadu_ps(bias + c * 16) : _mm512_setzero_ps();
+    for (int r = 0; r < R; ++r) out(r, c, _mm512_add_ps(acc[r][c], b));
+  }
+}
+
+template <class T, int C, class Out>
+inline void rows_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Out out) {
+  int r = 0;
+  constexpr int R = C == 2 ? 12 : 14;
+  auto at = [&](int r0) { return [=](int r, int c, __m512 v) { out(r0 + r, c, v); }; };
+  for (; r + R <= rows; r += R) block<T, R, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+  for (; r + 8 <= rows; r += 8) block<T, 8, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+  for (; r + 4 <= rows; r += 4) block<T, 4, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+  for (; r + 2 <= rows; r += 2) block<T, 2, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+  for (; r < rows; ++r) block<T, 1, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+}
+
+// y = x w^T: tiles [from, to) of 16 columns. out(row, column tile, sums)
+template <class T, class Out>
+void product(int rows, const T* x, int64_t ldx, const T* w, int in, const float* bias, int from, int to, Out out) {
+  int64_t tile = int64_t(in) * 16;
+  int t = from;
+  for (; t + 2 <= to; t += 2)
+    rows_of<T, 2>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, [&](int r, int c, __m512 v) { out(r, t + c, v); });
+  if (t < to)
+    rows_of<T, 1>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, [&](int r, int c, __m512 v) { out(r, t + c, v); });
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Layer { const void *qkv, *o, *gate_up, *down; const void *norm1, *norm2; const float* qkv_bias; const void *q_norm, *k_norm; };
+
+struct Model {
+  int32_t layers, width, heads, kv_heads, head_dim, inner, vocab, window, threads, is_bf16;
+  float eps, scale, logit_scale;
+  const Layer* layer;
+  const void *embed, *norm, *head;             // embed [vocab, width] as it is; head packed
+  const float *cos, *sin;                      // [positions, head_dim], rounded where the model rounds them
+};
+
+}
+
+namespace {
+
+template <class T>
+struct Step {
+  const Model& m; int rows; const int32_t* token; const int32_t* position; const int32_t* table; int pages; const int32_t* slot;
+  T* keys; T* values; int64_t num_pages; T* work; float* logits; const int32_t* wanted; int num_wanted;
+  Barrier barrier;
+  T *hidden, *normed, *qkv, *attended, *act;
+
+  int q_width() const { return m.heads * m.head_dim; }
+  int kv_width() const { return m.kv_heads * m.head_dim; }
+
+  void norm(const T* x, const void* weight, T* y, int width) {
+    const T* w = (const T*)weight;
+    __m512 s = _mm512_setzero_ps();
+    for (int i = 0; i < width; i += 16) { __m512 v = Kind<T>::load(x + i); s = _mm512_fmadd_ps(v, v, s); }
+    float r = 1.0f / sqrtf(_mm512_reduce_add_ps(s) / width + m.eps);
+    __m512 rv = _mm512_set1_ps(r);
+    for (int i = 0; i < width; i += 16)
+      Kind<T>::store(y + i, _mm512_mul_ps(Kind<T>::round(_mm512_mul_ps(Kind<T>::load(x + i), rv)), Kind<T>::load(w + i)));
+  }
+
+  void rotate(T* x, int pos) {
+    const int half = m.head_dim / 2;
+    const float *c = m.cos + int64_t(pos) * m.head_dim, *s = m.sin + int64_t(pos) * m.head_dim;
+    if (half % 16) {
+      for (int i = 0; i < half; ++i) {
+        auto R = [](float f) { return Kind<T>::one(Kind<T>::make(f)); };
+        float a = Kind<T>::one(x[i]), b = Kind<T>::one(x[half + i]);
+        x[i] = Kind<T>::make(R(a * c[i]) + R(-b * s[i]));
+        x[half + i] = Kind<T>::make(R(b * c[half + i]) + R(a * s[half + i]));
+      }
+      return;
+    }
+    for (int i = 0; i < half; i += 16) {
+      __m512 a = Kind<T>::load(x + i), b = Kind<T>::load(x + half + i);
+      auto R = [](__m512 v) { return Kind<T>::round(v); };
+      __m512 y = _mm512_add_ps(R(_mm512_mul_ps(a, _mm512_loadu_ps(c + i))), R(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(b, _mm512_loadu_ps(s + i)))));
+      __m512 z = _mm512_add_ps(R(_mm512_mul_ps(b, _mm512_loadu_ps(c + half + i))), R(_mm512_mul_ps(a, _mm512_loadu_ps(s + half + i))));
+      Kind<T>::store(x + i, y); Kind<T>::store(x + half + i, z);
+    }
+  }
+
+  int64_t page_size() const { return int64_t(PAGE) * m.head_dim; }
+  T* page(T* base, int layer, int64_t p, int kv) const { return base + ((int64_t(layer) * num_pages + p) * m.kv_heads + kv) * page_size(); }
+
+  // keys of a page lie [head_dim/K][16 tokens][K], values [16/K token groups][head_dim][K]
+  void put(int layer, int row) {
+    constexpr int K = Kind<T>::K;
+    const int pos = position[row], d = m.head_dim, off = pos % PAGE;
+    const int64_t p = table[int64_t(slot[row]) * pages + pos / PAGE];
+    const T* k = qkv + int64_t(row) * (q_width() + 2 * kv_width()) + q_width();
+    const T* v = k + kv_width();
+    for (int h = 0; h < m.kv_heads; ++h) {
+      T *kp = page(keys, layer, p, h), *vp = page(values, layer, p, h);
+      for (int i = 0; i < d; ++i) {
+        kp[(i / K) * PAGE * K + off * K + i % K] = k[h * d + i];
+        vp[(off / K) * d * K + i * K + off % K] = v[h * d + i];
+      }
+    }
+  }
+
+  template <int G> void attend(int layer, int row, int kv, int g0, float* score) {
+    constexpr int K = Kind<T>::K;
+    const int d = m.head_dim, last = position[row], first = m.window > 0 ? std::max(0, last - m.window + 1) : 0;
+    const int p0 = first / PAGE, p1 = last / PAGE + 1, span = (p1 - p0) * PAGE;
+    const int32_t* tab = table + int64_t(slot[row]) * pages;
+    const int group = m.heads / m.kv_heads;
+    const T* q = qkv + int64_t(row) * (q_width() + 2 * kv_width()) + (kv * group + g0) * d;
+    const __m512 scale = _mm512_set1_ps(m.scale);
+    __m512 top[G];
+    for (int g = 0; g < G; ++g) top[g] = _mm512_set1_ps(-INFINITY);
+    for (int p = p0; p < p1; ++p) {
+      const T* kp = page(keys, layer, tab[p], kv);
+      __m512 acc[G][2];
+      for (int g = 0; g < G; ++g) acc[g][0] = acc[g][1] = _mm512_setzero_ps();
+      for (int i = 0; i < d; i += 2 * K) {
+        for (int g = 0; g < G; ++g) {
+          acc[g][0] = Kind<T>::dot(acc[g][0], kp + i * PAGE, q + g * d + i);
+          acc[g][1] = Kind<T>::dot(acc[g][1], kp + (i + K) * PAGE, q + g * d + i + K);
+        }
+      }
+      const int base = p * PAGE;
+      __mmask16 seen = 0xffff;
+      if (base + PAGE - 1 > last) seen &= __mmask16((1u << (last - base + 1)) - 1);
+      if (base < first) seen &= __mmask16(0xffffu << (first - base));
+      for (int g = 0; g < G; ++g) {
+        __m512 s = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_mul_ps(_mm512_add_ps(acc[g][0], acc[g][1]), scale));
+        top[g] = _mm512_max_ps(top[g], s);
+        _mm512_storeu_ps(score + g * span + (p - p0) * PAGE, s);
+      }
+    }
+    T* weight = (T*)(score + G * span);          // probabilities as they enter the second product
+    float inv[G];
+    for (int g = 0; g < G; ++g) {
+      __m512 mx = _mm512_set1_ps(_mm512_reduce_max_ps(top[g])), sum = _mm512_setzero_ps();
+      for (int i = 0; i < span; i += 16) {
+        __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(score + g * span + i), mx));
+        sum = _mm512_add_ps(sum, e);
+        Kind<T>::store(weight + g * span + i, e);
+      }
+      inv[g] = 1.0f / _mm512_reduce_add_ps(sum);
+    }
+    T* out = attended + int64_t(row) * q_width() + (kv * group + g0) * d;
+    for (int i = 0; i < d; i += 32) {
+      __m512 acc[G][2];
+      const bool two = i + 16 < d;
+      for (int g = 0; g < G; ++g) acc[g][0] = acc[g][1] = _mm512_setzero_ps();
+      for (int p = p0; p < p1; ++p) {
+        const T* vp = page(values, layer, tab[p], kv);
+        for (int t = 0; t < PAGE; t += K)
+          for (int g = 0; g < G; ++g) {
+            const T* w = weight + g * span + (p - p0) * PAGE + t;
+            acc[g][0] = Kind<T>::dot(acc[g][0], vp + int64_t(t) * d + i * K, w);
+            if (two) acc[g][1] = Kind<T>::dot(acc[g][1], vp + int64_t(t) * d + (i + 16) * K, w);
+          }
+      }
+      for (int g = 0; g < G; ++g) {
+        Kind<T>::store(out + g * d + i, _mm512_mul_ps(acc[g][0], _mm512_set1_ps(inv[g])));
+        if (two) Kind<T>::store(out + g * d + i + 16, _mm512_mul_ps(acc[g][1], _mm512_set1_ps(inv[g])));
+      }
+    }
+  }
+
+  void attend_all(int layer, int row, int kv, float* score) {
+    int group = m.heads / m.kv_heads, g = 0;
+    for (; g + 4 <= group; g += 4) attend<4>(layer, row, kv, g, score);
+    for (; g + 3 <= group; g += 3) attend<3>(layer, row, kv, g, score);
+    for (; g + 2 <= group; g += 2) attend<2>(layer, row, kv, g, score);
+    for (; g < group; ++g) attend<1>(layer, row, kv, g, score);
+  }
+
+  static void share(int n, int id, int of, int& from, int& to) { from = int64_t(n) * id / of; to = int64_t(n) * (id + 1) / of; }
+
+  void run(int id) {
+    if (id >= m.threads) return;
+    const int n = m.threads, w = m.width, qw = q_width(), kw = kv_width(), all = qw + 2 * kw;
+    int r0, r1, a, b;
+    share(rows, id, n, r0, r1);
+    std::vector<float> score(size_t(4) * (pages * PAGE + 16) * 2);
+    for (int r = r0; r < r1; ++r) {
+      memcpy(hidden + int64_t(r) * w, (const T*)m.embed + int64_t(token[r]) * w, w * sizeof(T));
+      norm(hidden + int64_t(r) * w, m.layer[0].norm1, normed + int64_t(r) * w, w);
+    }
+    barrier.wait();
+    for (int l = 0; l < m.layers; ++l) {
+      const Layer& L = m.layer[l];
+      share(all / 16, id, n, a, b);
+      product<T>(rows, normed, w, (const T*)L.qkv, w, L.qkv_bias, a, b, [&](int r, int t, __m512 v) { Kind<T>::store(qkv + int64_t(r) * all + t * 16, v); });
+      barrier.wait();
+      for (int r = r0; r < r1; ++r) {
+        T* x = qkv + int64_t(r) * all;
+        for (int h = 0; h < m.heads + m.kv_heads; ++h) {
+          if (L.q_norm) norm(x + h * m.head_dim, h < m.heads ? L.q_norm : L.k_norm, x + h * m.head_dim, m.head_dim);
+          rotate(x + h * m.head_dim, position[r]);
+        }
+        put(l, r);
+      }
+      barrier.wait();
+      share(rows * m.kv_heads, id, n, a, b);
+      for (int i = a; i < b; ++i) attend_all(l, i / m.kv_heads, i % m.kv_heads, score.data());
+      barrier.wait();
+      share(w / 16, id, n, a, b);
+      product<T>(rows, attended, qw, (const T*)L.o, qw, nullptr, a, b, [&](int r, int t, __m512 v) {
+        T* h = hidden + int64_t(r) * w + t * 16;
+        Kind<T>::store(h, _mm512_add_ps(Kind<T>::load(h), Kind<T>::round(v)));
+      });
+      barrier.wait();
+      for (int r = r0; r < r1; ++r) norm(hidden + int64_t(r) * w, L.norm2, normed + int64_t(r) * w, w);
+      barrier.wait();
+      // tiles of gate and up stand in turn, so that two tiles make one of the activation
+      share(m.inner / 16, id, n, a, b);
+      {
+        const int64_t tile = int64_t(w) * 16;
+        for (int t = a; t < b; ++t) {
+          rows_of<T, 2>(rows, normed, w, (const T*)L.gate_up + int64_t(2 * t) * tile, tile, w, nullptr, [&](int r, int c, __m512 v) {
+            v = Kind<T>::round(v);
+            T* y = act + int64_t(r) * m.inner + t * 16;
+            if (c == 0) {
+              __m512 one = _mm512_set1_ps(1.0f);
+              Kind<T>::store(y, _mm512_div_ps(v, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), v)))));
+            } else Kind<T>::store(y, _mm512_mul_ps(Kind<T>::load(y), v));
+          });
+        }
+      }
+      barrier.wait();
+      share(w / 16, id, n, a, b);
+      product<T>(rows, act, m.inner, (const T*)L.down, m.inner, nullptr, a, b, [&](int r, int t, __m512 v) {
+        T* h = hidden + int64_t(r) * w + t * 16;
+        Kind<T>::store(h, _mm512_add_ps(Kind<T>::load(h), Kind<T>::round(v)));
+      });
+      barrier.wait();
+      if (l + 1 < m.layers) {
+        for (int r = r0; r < r1; ++r) norm(hidden + int64_t(r) * w, m.layer[l + 1].norm1, normed + int64_t(r) * w, w);
+        barrier.wait();
+      }
+    }
+    share(num_wanted, id, n, a, b);
+    for (int i = a; i < b; ++i) norm(hidden + int64_t(wanted[i]) * w, m.norm, normed + int64_t(i) * w, w);
+    barrier.wait();
+    const int tiles = (m.vocab + 15) / 16;
+    share(tiles, id, n, a, b);
+    const __m512 ls = _mm512_set1_ps(m.logit_scale);
+    product<T>(num_wanted, normed, w, (const T*)m.head, w, nullptr, a, b, [&](int r, int t, __m512 v) {
+      __mmask16 in = t * 16 + 16 <= m.vocab ? 0xffff : __mmask16((1u << (m.vocab - t * 16)) - 1);
+      _mm512_mask_storeu_ps(logits + int64_t(r) * m.vocab + t * 16, in, _mm512_mul_ps(Kind<T>::round(v), ls));
+    });
+  }
+};
+
+struct Team {
+  std::vector<std::thread> threads; std::atomic<int> turn{0}, done{0}; std::atomic<bool> stop{false}; void (*work)(void*, int) = nullptr; void* arg = nullptr;
+  explicit Team(int n) {
+    for (int id = 1; id < n; ++id) threads.emplace_back([this, id] {
+      int seen = 0;
+      for (;;) {
+        int spins = 0;
+        while (turn.load(std::memory_order_acquire) == seen && !stop.load()) {
+          if (++spins < 4000) _mm_pause(); else if (spins < 4200) std::this_thread::yield(); else std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+        if (stop.load()) return;
+        seen = turn.load(std::memory_order_acquire);
+        work(arg, id);
+        done.fetch_add(1, std::memory_order_release);
+      }
+    });
+  }
+  void run(void (*fn)(void*, int), void* a) {
+    work = fn; arg = a; done.store(0, std::memory_order_relaxed);
+    turn.fetch_add(1, std::memory_order_release);
+    fn(a, 0);
+    while (done.load(std::memory_order_acquire) < int(threads.size())) _mm_pause();
+  }
+  ~Team() { stop.store(true); for (auto& t : threads) t.join(); }
+};
+Team* team(int n) { static Team* t = nullptr; static int size = 0; if (!t || size != n) { delete t; t = new Team(n); size = n; } return t; }
+
+template <class T>
+void step(const Model& m, int rows, const int32_t* token, const int32_t* position, const int32_t* slot, const int32_t* table, int pages,
+          T* keys, T* values, int64_t num_pages, T* work, float* logits, const int32_t* wanted, int num_wanted) {
+  Step<T> s{m, rows, token, position, table, pages, slot, keys, values, num_pages, work, logits, wanted, num_wanted, {m.threads}, nullptr, nullptr, nullptr, nullptr, nullptr};
+  T* p = work;
+  s.hidden = p; p += int64_t(rows) * m.width;
+  s.normed = p; p += int64_t(rows) * m.width;
+  s.qkv = p; p += int64_t(rows) * (s.q_width() + 2 * s.kv_width());
+  s.attended = p; p += int64_t(rows) * s.q_width();
+  s.act = p;
+  team(m.threads)->run([](void* a, int id) { ((Step<T>*)a)->run(id); }, &s);
+}
+
+template <class T> void pack(const T* w, int out, int in, T* to, int from, int until) {
+  constexpr int K = Kind<T>::K;
+  for (int t = from; t < until; ++t) {
+    T* p = to + int64_t(t) * in * 16;
+    for (int j = 0; j < 16; ++j) {
+      const int o = t * 16 + j;
+      const T* row = w + int64_t(o) * in;
+      for (int k = 0; k < in; k += K)
+        for (int i = 0; i < K; ++i) p[int64_t(k) * 16 + j * K + i] = o < out ? row[k + i] : T(0);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+void burnish_pack(const void* w, int out, int in, int is_bf16, void* to, int threads) {
+  struct P { const void* w; int out, in, is_bf16; void* to; int threads; } p{w, out, in, is_bf16, to, threads};
+  team(threads)->run([](void* arg, int id) {
+    P& p = *(P*)arg; int a, b;
+    Step<float>::share((p.out + 15) / 16, id, p.threads, a, b);
+    if (p.is_bf16) pack<bf16>((const bf16*)p.w, p.out, p.in, (bf16*)p.to, a, b); else pack<float>((const float*)p.w, p.out, p.in, (float*)p.to, a, b);
+  }, &p);
+}
+void burnish_step(const Model* m, int rows, const int32_t* token, const int32_t* position, const int32_t* slot, const int32_t* table, int pages,
+                  void* keys, void* values, int64_t num_pages, void* work, float* logits, const int32_t* wanted, int num_wanted) {
+  if (m->is_bf16) step<bf16>(*m, rows, token, position, slot, table, pages, (bf16*)keys, (bf16*)values, num_pages, (bf16*)work, logits, wanted, num_wanted);
+  else step<float>(*m, rows, token, position, slot, table, pages, (float*)keys, (float*)values, num_pages, (float*)work, logits, wanted, num_wanted);
+}
+// one token a row by the inverse of the cumulative distribution; -1 where a row is not usable. temperature 0: the most probable one
+void burnish_draw(int threads, const float* logits, int rows, int vocab, float temperature, const double* uniform, int32_t* token, float* logp) {
+  struct D { int threads; const float* logits; int rows, vocab; float temperature; const double* uniform; int32_t* token; float* logp; };
+  D d{threads, logits, rows, vocab, temperature, uniform, token, logp};
+  team(threads)->run([](void* arg, int id) {
+    D& d = *(D*)arg; int a, b;
+    Step<float>::share(d.rows, id, d.threads, a, b);
+    const int n = d.vocab, blocks = (n + 255) / 256;
+    std::vector<double> mass(blocks);
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    for (int r = a; r < b; ++r) {
+      const float* z = d.logits + int64_t(r) * n;
+      auto load = [&](int i) { return i + 16 <= n ? _mm512_loadu_ps(z + i) : _mm512_mask_loadu_ps(none, __mmask16((1u << (n - i)) - 1), z + i); };
+      __m512 top = none; __mmask16 nan = 0;
+      for (int i = 0; i < n; i += 16) { __m512 v = load(i); nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); top = _mm512_max_ps(top, v); }
+      float mx = _mm512_reduce_max_ps(top);
+      if (nan || !std::isfinite(mx)) { d.token[r] = -1; d.logp[r] = 0; continue; }
+      if (d.temperature == 0) {
+        int best = 0; while (z[best] != mx) ++best;
+        d.token[r] = best; d.logp[r] = 0; continue;
+      }
+      const __m512 m = _mm512_set1_ps(mx), it = _mm512_set1_ps(1.0f / d.temperature);
+      auto weight = [&](int i) { return exp16(_mm512_mul_ps(_mm512_sub_ps(load(i), m), it)); };
+      double all = 0;
+      for (int k = 0; k < blocks; ++k) {
+        __m512 s = _mm512_setzero_ps();
+        for (int i = k * 256; i < std::min(n, k * 256 + 256); i += 16) s = _mm512_add_ps(s, weight(i));
+        mass[k] = _mm512_reduce_add_ps(s); all += mass[k];
+      }
+      double goal = d.uniform[r] * all, before = 0; int k = 0;
+      while (k + 1 < blocks && before + mass[k] <= goal) before += mass[k++];
+      int chosen = -1; double upto = before; float best = -1; int likely = k * 256;
+      for (int i = k * 256; i < std::min(n, k * 256 + 256) && chosen < 0; i += 16) {
+        float w[16]; _mm512_storeu_ps(w, weight(i));
+        for (int j = 0; j < 16 && i + j < n; ++j) {
+          if (w[j] > best) { best = w[j]; likely = i + j; }
+          upto += w[j];
+          if (upto > goal && w[j] > 0) { chosen = i + j; break; }
+        }
+      }
+      if (chosen < 0) chosen = likely;              // the goal fell behind the block's last token by rounding
+      d.token[r] = chosen;
+      d.logp[r] = float(double(z[chosen] - mx) / d.temperature - std::log(all));
+    }
+  }, &d);
+}
+// a page of one layer after another, of keys and of values
+void burnish_copy_page(const Model* m, void* keys, void* values, int64_t num_pages, int64_t from, int64_t to) {
+  int64_t size = int64_t(m->kv_heads) * PAGE * m->head_dim * (m->is_bf16 ? 2 : 4);
+  for (int l = 0; l < m->layers; ++l)
+    for (void* base : {keys, values}) {
+      char* b = (char*)base + int64_t(l) * num_pages * size;
+      memcpy(b + to * size, b + from * size, size);
+    }
+}
+// the products alone, for measuring: each of the model's shapes once over `rows` rows
+void burnish_products(const Model* m, int rows, void* work, float* logits) {
+  struct P { const Model& m; int rows; bf16* x; float* logits; Barrier barrier; } p{*m, rows, (bf16*)work, logits, {m->threads}};
+  team(m->threads)->run([](void* arg, int id) {
+    P& p = *(P*)arg; const Model& m = p.m; int n = m.threads, a, b;
+    int qw = m.heads * m.head_dim, all = qw + 2 * m.kv_heads * m.head_dim;
+    bf16* y = p.x + int64_t(p.rows) * std::max(m.inner, std::max(m.width, qw));
+    auto keep = [&](int64_t ld) { return [=](int r, int t, __m512 v) { down16(y + r * ld + t * 16, v); }; };
+    for (int l = 0; l < m.layers; ++l) {
+      const Layer& L = m.layer[l];
+      Step<bf16>::share(all / 16, id, n, a, b); product<bf16>(p.rows, p.x, m.width, (const bf16*)L.qkv, m.width, nullptr, a, b, keep(all)); p.barrier.wait();
+      Step<bf16>::share(m.width / 16, id, n, a, b); product<bf16>(p.rows, p.x, qw, (const bf16*)L.o, qw, nullptr, a, b, keep(m.width)); p.barrier.wait();
+      Step<bf16>::share(m.inner / 8, id, n, a, b); product<bf16>(p.rows, p.x, m.width, (const bf16*)L.gate_up, m.width, nullptr, a, b, keep(2 * m.inner)); p.barrier.wait();
+      Step<bf16>::share(m.width / 16, id, n, a, b); product<bf16>(p.rows, p.x, m.inner, (const bf16*)L.down, m.inner, nullptr, a, b, keep(m.width)); p.barrier.wait();
+    }
+    Step<bf16>::share((m.vocab + 15) / 16, id, n, a, b);
+    product<bf16>(p.rows, p.x, m.width, (const bf16*)m.head, m.width, nullptr, a, b, [&](int r, int t, __m512 v) { _mm512_storeu_ps(p.logits + int64_t(r) * m.vocab + t * 16, v); });
+  }, &p);
+}
+}
