@@ -15,6 +15,13 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from burnish.config import Sampling
+from burnish.engines import Request
+
+CONTEXT = 64
+PLAIN = Sampling(max_new_tokens=12)
+FAST = {"backoff_s": 0.001, "timeout_s": 5.0}
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -182,3 +189,22 @@ def slow_first(answer: Callable[[str, Any], Any], *, most_s: float = 0.03) -> Ca
         return answer(path, body)
 
     return waiting
+
+
+def echo(tokenizer):
+    """The prompt backwards, then the end; each log-prob tells its place and token."""
+    def says(prompt):
+        ids = [*prompt[::-1], tokenizer.eos_token_id]
+        return [(t, -0.5 - 0.01 * i - 0.001 * t) for i, t in enumerate(ids)]
+
+    return says
+
+
+def fixed(tokenizer, text, *, end=None):
+    """The same text for any prompt, then the end token, and then the text again so that nothing is lacking."""
+    ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id if end is None else end] + [5] * CONTEXT
+    return lambda prompt: [(t, -1.0 - 0.125 * i) for i, t in enumerate(ids)]
+
+
+def ask(tokenizer, *texts, most=12, **values):
+    return [Request(tuple(tokenizer(t).input_ids), i, most, **values) for i, t in enumerate(texts)]

@@ -93,9 +93,11 @@ class ScriptedEngine:
             recorded, answer = answer.stop, Line(tokens=answer.tokens, logp_gen=answer.logp_gen)
         tokens, logp = self._tokens(answer, stops, sampling)
         limit = request.max_new_tokens if room is None else min(request.max_new_tokens, room)
-        for n in range(1, min(len(tokens), limit) + 1):
-            if reason := stops.after(tokens[max(n - stops.window, 0) : n]):
-                return self._completion(tokens[:n], logp[:n], stops.text(tokens[:n], reason), reason)
+        head: list[int] = []
+        for token in tokens[:limit]:
+            head.append(token)
+            if reason := stops.after(head):
+                return self._completion(tuple(head), logp[: len(head)], stops.text(head, reason), reason)
         if len(tokens) < limit and recorded in ("grammar", "context"):
             return self._completion(tokens, logp, stops.decode(tokens), recorded)
         if len(tokens) < limit:

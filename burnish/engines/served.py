@@ -41,10 +41,11 @@ def written(
     """
     if sampling.temperature == 0 and logp:
         logp = (0.0,) * len(tokens)           # the most probable token is drawn with probability 1
-    for n in range(1, len(tokens) + 1):
-        if reason := stops.after(tokens[max(n - stops.window, 0) : n]):
-            tokens, logp = tokens[:n], logp[:n]
-            return Completion(tokens, logp, stops.text(tokens, reason), reason, version)
+    head: list[int] = []
+    for token in tokens:
+        head.append(token)
+        if reason := stops.after(head):
+            return Completion(tuple(head), logp[: len(head)], stops.text(head, reason), reason, version)
     if not by_length:
         raise CallError(f"the turn was ended by token {tokens[-1]}, which ends none here; name it in sampling.end_tokens", at_server=False)
     return Completion(tokens, logp, stops.decode(tokens), "max_tokens" if len(tokens) >= max_new_tokens else "context", version)
