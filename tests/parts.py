@@ -13,6 +13,7 @@ from burnish.algorithms.policy_losses import ppo_clip
 from burnish.algorithms.reduce import token_mean
 from burnish.config import Sampling
 from burnish.engines.native import NativeEngine
+from burnish.engines.native.build import NotBuilt, library
 from burnish.models.policy import Policy
 from burnish.trainer import Algorithm, TrainState, make_state, train_step
 from burnish.trainer.columns import score_rows
@@ -27,8 +28,16 @@ def state_of(loaded, **values) -> TrainState:
     return make_state(loaded.module, **values)
 
 
-def engine_of(loaded, *, slots: int = 64) -> NativeEngine:
-    return NativeEngine(Policy(loaded.module), loaded.tokenizer, context_tokens=loaded.context_tokens, slots=slots)
+def engine_of(loaded, **values) -> NativeEngine:
+    return NativeEngine(Policy(loaded.module), loaded.tokenizer, context_tokens=loaded.context_tokens, **values)
+
+
+def can_compile() -> bool:
+    try:
+        library()
+    except NotBuilt:
+        return False
+    return True
 
 
 def random_rows(num: int = 8, *, vocab: int = 60, seed: int = 0, holes: bool = True, ref: bool = False) -> list[Row]:

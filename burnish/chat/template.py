@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from burnish.config import Sampling
 from burnish.types import Message, Prompt
 
 WORD_START = "\u2581"
@@ -74,7 +75,7 @@ def encode_reply(tokenizer: Any, text: str, *, specials: bool = True) -> list[in
     return tokens
 
 
-def end_token_ids(tokenizer: Any, end_tokens: tuple[str, ...] | None) -> tuple[int, ...]:
+def end_token_ids(tokenizer: Any, end_tokens: tuple[str | int, ...] | None) -> tuple[int, ...]:
     """Ids of the named end tokens, each one token of the vocabulary; None: the tokenizer's own end token.
 
     A name is a token of the vocabulary (<|im_end|>) or a text that is exactly one token ("\\n"). Raises ValueError for others.
@@ -83,11 +84,24 @@ def end_token_ids(tokenizer: Any, end_tokens: tuple[str, ...] | None) -> tuple[i
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer names no end token; name the tokens that end a turn in sampling.end_tokens")
         return (tokenizer.eos_token_id,)
-    return tuple(dict.fromkeys(_token_id(tokenizer, name) for name in end_tokens))
+    return tuple(dict.fromkeys(_token_id(tokenizer, name, "end_tokens") for name in end_tokens))
 
 
-def _token_id(tokenizer: Any, name: str) -> int:
+def by_ids(sampling: Sampling, tokenizer: Any) -> Sampling:
+    """The same with ids in place of every token's name. Raises ValueError for a name that is not one token."""
+    return sampling.model_copy(update={
+        "end_tokens": end_token_ids(tokenizer, sampling.end_tokens),
+        "banned_tokens": tuple(_token_id(tokenizer, name, "banned_tokens") for name in sampling.banned_tokens),
+        "logit_bias": {_token_id(tokenizer, name, "logit_bias"): value for name, value in sampling.logit_bias.items()},
+    })
+
+
+def _token_id(tokenizer: Any, name: str | int, setting: str) -> int:
     vocab = tokenizer.get_vocab()
+    if isinstance(name, int):
+        if not 0 <= name < len(tokenizer):
+            raise ValueError(f"sampling.{setting}: {name} is no id of the model's vocabulary, which ends at {len(tokenizer) - 1}")
+        return name
     if name in vocab:
         return vocab[name]
     try:
@@ -98,7 +112,7 @@ def _token_id(tokenizer: Any, name: str) -> int:
         return tokens[0]
     near = difflib.get_close_matches(name, tokenizer.all_special_tokens, 3, 0.4) or difflib.get_close_matches(name, vocab, 3)
     hint = f"; near it are {near}" if near else ""
-    raise ValueError(f"sampling.end_tokens: {name!r} is not one token of the model's vocabulary, but {len(tokens)}{hint}")
+    raise ValueError(f"sampling.{setting}: {name!r} is not one token of the model's vocabulary, but {len(tokens)}{hint}")
 
 
 def _encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,6 +31,22 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+class Guide(Strict):
+    """What a turn's text must look like: tokens that cannot lead there are never drawn. One of the three."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    """Of the kind Lark reads."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Guide:
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a guide is one of json_schema, regex and grammar; found {' and '.join(given) or 'none'}")
+        return self
+
+
 class Sampling(Strict):
     """How tokens are drawn, for training and, separately, for evaluation. Nothing is taken from the model's folder."""
 
@@ -45,8 +62,20 @@ class Sampling(Strict):
     """Most tokens the policy may write in one turn."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn; the tokens that complete one are kept and trained."""
-    end_tokens: tuple[str, ...] | None = None
+    end_tokens: tuple[str | int, ...] | None = None
     """Tokens that end a turn; none given: the tokenizer's own end token."""
+    min_new_tokens: NonNegativeInt = 0
+    """Before so many tokens of a turn no end token is drawn and no stop text is looked for."""
+    logit_bias: dict[str | int, float] = {}
+    """Added to the logits of these tokens, by name or id, before the temperature."""
+    banned_tokens: tuple[str | int, ...] = ()
+    """Tokens that are never drawn, by name or id."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Logits of tokens that stand in the sequence already, prompt included, are divided by it where positive, else multiplied."""
+    guide: Guide | None = None
+    """What the text must look like; in evaluate.sampling and in serving."""
+    also_in_training: tuple[Literal["repetition_penalty", "min_new_tokens"], ...] = ()
+    """These change what the policy is between training and use, so in `sampling` they are refused unless they are named here."""
 
     @model_validator(mode="after")
     def _stops_are_texts(self) -> Sampling:
@@ -62,9 +91,21 @@ class Sampling(Strict):
             raise ValueError(f"{why}; remove it, or give a temperature")
         return self
 
+    @model_validator(mode="after")
+    def _fits_its_own_length(self) -> Sampling:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens {self.max_new_tokens}")
+        if unused := [name for name in self.also_in_training if getattr(self, name) == type(self).model_fields[name].default]:
+            raise ValueError(f"also_in_training names {unused[0]}, which is not set")
+        if both := [token for token in self.logit_bias if token in self.banned_tokens]:
+            raise ValueError(f"{both[0]!r} stands in logit_bias and in banned_tokens; remove one")
+        if bad := [token for token, value in self.logit_bias.items() if not math.isfinite(value)]:
+            raise ValueError(f"logit_bias of {bad[0]!r} is {self.logit_bias[bad[0]]}; use a finite number, or banned_tokens")
+        return self
+
     @property
     def distribution(self) -> dict[str, float]:
-        """What shapes the distribution that a token is drawn from, by the names of models.logprobs."""
+        """The arguments of models.logprobs.sampling_logits. What is done to logits before it is models.logprobs.Adjustment."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
 

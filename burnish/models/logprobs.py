@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from burnish.config import Sampling
+
 NEG_INF = float("-inf")
 
 
@@ -41,6 +43,58 @@ def sampling_logits(
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustment:
+    """What is done to logits before the temperature: the same for the engine that samples and the trainer that scores.
+
+    The repetition penalty of CTRL (arXiv:1909.05858, section 4.1) over prompt and answer, then the bias; then tokens are barred: some
+    always, the end tokens while a turn has fewer than `min_new_tokens`.
+    """
+
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Adjustment:
+        """What these settings ask for. Their tokens are ids (burnish.chat.template.by_ids), else ValueError."""
+        ends = sampling.end_tokens if sampling.min_new_tokens else ()
+        if ends is None or any(not isinstance(token, int) for token in (*sampling.logit_bias, *sampling.banned_tokens, *ends)):
+            raise ValueError("sampling names tokens that are not ids yet; give burnish.chat.template.by_ids(sampling, tokenizer)")
+        return cls(
+            sampling.repetition_penalty, tuple(sampling.logit_bias.items()), sampling.banned_tokens, ends, sampling.min_new_tokens
+        )
+
+    def __bool__(self) -> bool:
+        return self.repetition_penalty != 1.0 or bool(self.bias or self.banned) or self.min_new_tokens > 0
+
+    def __call__(self, logits_NV: Tensor, *, before_N: Sequence[Sequence[int]], num_new_N: Sequence[int]) -> Tensor:
+        """[N,V] -> [N,V]. before_N: the tokens before each row's; num_new_N: how many of them the turn has already."""
+        z, device = logits_NV, logits_NV.device
+        if self.repetition_penalty != 1.0:
+            seen = torch.zeros(z.shape, dtype=torch.bool, device=device)
+            for row, before in enumerate(before_N):
+                seen[row, torch.as_tensor(before, dtype=torch.long, device=device)] = True
+            z = torch.where(seen, torch.where(z < 0, z * self.repetition_penalty, z / self.repetition_penalty), z)
+        if self.bias:
+            ids, values = zip(*self.bias, strict=True)
+            added = torch.zeros(z.shape[-1], device=device)
+            added[list(ids)] = torch.tensor(values, device=device)
+            z = z + added
+        if self.banned:
+            barred = torch.zeros(z.shape[-1], dtype=torch.bool, device=device)
+            barred[list(self.banned)] = True
+            z = z.masked_fill(barred, NEG_INF)
+        if self.min_new_tokens and any(n < self.min_new_tokens for n in num_new_N):
+            barred = torch.zeros(z.shape[-1], dtype=torch.bool, device=device)
+            barred[list(self.end_token_ids)] = True
+            early = torch.tensor([n < self.min_new_tokens for n in num_new_N], device=device)
+            z = z.masked_fill(early[:, None] & barred, NEG_INF)
+        return z
+
+
+@dataclass(frozen=True, slots=True)
 class Other:
     """A frozen model at the same positions: its hidden states [N,D], its head, its weight in the column."""
 
@@ -65,6 +119,7 @@ def token_outputs(
     entropy: bool = True,
     expected: bool = False,
     others: Mapping[str, Comparison] | None = None,
+    adjust: Callable[[Tensor, int], Tensor] | None = None,
     chunk: int = 512,
 ) -> dict[str, Tensor]:
     """logp_cur of each token, with `entropy` that of its distribution, in nats; and comparisons with frozen models. [N,D], [N] -> [N] each
@@ -72,13 +127,15 @@ def token_outputs(
     `logits` maps hidden states to float32 logits. Chunks of rows are computed one after the other and again in the backward pass,
     so that [N,V] is never held. The entropy has a gradient only with entropy_grad. With `expected` also logp_expected, the log of
     sum_v p(v)^2, the probability that a token drawn there has on average, without a gradient. `others` holds by name frozen models and
-    compare(logits_cur, logits_other) [n,V], [n,V] -> [n]; their weighted sum is the column.
+    compare(logits_cur, logits_other) [n,V], [n,V] -> [n]; their weighted sum is the column. adjust(logits [n,V], start) changes the
+    logits of rows start .. start + n before the temperature, as the engine did.
     """
     others = others or {}
 
     def one_chunk(start: int, hidden: Tensor, token: Tensor) -> tuple[Tensor, ...]:
         plain = logits(hidden)
-        z = sampling_logits(plain, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep=token)
+        z = adjust(plain, start) if adjust else plain
+        z = sampling_logits(z, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep=token)
         log_mass = torch.logsumexp(z, -1)
         logp = z.gather(-1, token[:, None]).squeeze(-1) - log_mass
         out = [logp]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burnish.config import Sampling
-from burnish.models.logprobs import Other, token_outputs
+from burnish.models.logprobs import Adjustment, Other, token_outputs
 from burnish.types import Row
 
 GIVEN = ("logp_gen", "logp_prox", "logp_ref", "logp_teach", "adv", "value_prox", "ret", "weight")
@@ -106,13 +107,32 @@ def score(
         others = {name: _others(spec, batch.token_BT, row, at) for name, spec in (against or {}).items()}
         out |= token_outputs(
             before_ND, batch.token_BT[row, at], logits=model.logits, entropy_grad=entropy_grad,
-            entropy="entropy" in needs, expected="logp_expected" in needs, others=others, **sampling.distribution,
+            entropy="entropy" in needs, expected="logp_expected" in needs, others=others,
+            adjust=_adjust(sampling, batch, row, at), **sampling.distribution,
         )
     if "value_cur" in needs:
         out["value_cur"] = model.values(before_ND.detach() if values_detached else before_ND)
     if "score_cur" in needs:
         out["score_cur"] = model.scores(hidden_BTD[row, at])
     return {name: _spread(value, batch.mask_BT, row, at) for name, value in out.items()}
+
+
+def _adjust(sampling: Sampling, batch: MicroBatch, row: Tensor, at: Tensor) -> Callable[[Tensor, int], Tensor] | None:
+    """As the engine changed the logits of these positions. A turn is a run of the mask."""
+    adjustment = Adjustment.of(sampling)
+    if not adjustment:
+        return None
+    tokens, mask = batch.token_BT.tolist(), batch.mask_BT.tolist()
+    places = list(zip(row.tolist(), at.tolist(), strict=True))
+
+    def turn_so_far(b: int, t: int) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda on: on, reversed(mask[b][:t])))
+
+    def adjust(logits_NV: Tensor, start: int) -> Tensor:
+        here = places[start : start + len(logits_NV)]
+        return adjustment(logits_NV, before_N=[tokens[b][:t] for b, t in here], num_new_N=[turn_so_far(b, t) for b, t in here])
+
+    return adjust
 
 
 def _others(spec: Against, token_BT: Tensor, row: Tensor, at: Tensor) -> tuple[list[Other], Callable[[Tensor, Tensor], Tensor]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from parts import engine_of, state_of
+from parts import can_compile, engine_of, state_of
 
+from burnish.chat.template import by_ids
 from burnish.config import Sampling
 from burnish.engines import Request
 from burnish.engines.native.sampler import draw, stream_key, uniforms
@@ -15,7 +16,16 @@ from burnish.models.logprobs import sampling_logits
 from burnish.trainer.columns import score_rows
 from burnish.types import Row
 
-NAMES = ["llama", "llama_tied", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt2"]
+compiled = pytest.mark.skipif(not can_compile(), reason="no compiled step on this machine")
+WAYS = [
+    *(pytest.param(name, {"compiled": True}, id=f"{name}-compiled", marks=compiled) for name in ("llama", "llama_tied", "qwen3")),
+    *(
+        pytest.param(name, {"compiled": False}, id=name)
+        for name in ("llama", "llama_tied", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt2")
+    ),
+]
+"""Architectures, each by the torch step and, where it can, by the compiled one."""
+STEPS = [pytest.param({"compiled": True}, id="compiled", marks=compiled), pytest.param({"compiled": False}, id="torch")]
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=12),
     "cool": Sampling(temperature=0.6, max_new_tokens=12),
@@ -23,6 +33,9 @@ SAMPLINGS = {
     "top_p": Sampling(top_p=0.8, max_new_tokens=12),
     "min_p": Sampling(min_p=0.6, max_new_tokens=12),
     "all": Sampling(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, max_new_tokens=12),
+    "bias": Sampling(logit_bias={"a": 3.0, 7: -2.0}, banned_tokens=("1", 9), max_new_tokens=12),
+    "repetition": Sampling(temperature=0.7, repetition_penalty=1.5, max_new_tokens=12),
+    "minimum": Sampling(min_new_tokens=6, end_tokens=("<end>", "a", "b"), top_k=9, max_new_tokens=12),
 }
 
 
@@ -45,31 +58,32 @@ def sharpened(make_tiny, name):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", NAMES)
-def test_log_probs_are_those_of_the_trainer(make_tiny, name, sampling):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_log_probs_are_those_of_the_trainer(make_tiny, name, way, sampling):
     loaded = sharpened(make_tiny, name)
     asked = requests(loaded)
-    done = engine_of(loaded).generate(asked, sampling)
+    done = engine_of(loaded, **way).generate(asked, sampling)
     rows = [
         Row(r.tokens + c.tokens, (False,) * len(r.tokens) + (True,) * len(c.tokens), {"logp_gen": (0.0,) * len(r.tokens) + c.logp_gen})
         for r, c in zip(asked, done, strict=True)
     ]
-    trainer = score_rows(state_of(loaded).policy, rows, sampling=sampling, tokens_per_micro_batch=10_000)
+    trainer = score_rows(state_of(loaded).policy, rows, sampling=by_ids(sampling, loaded.tokenizer), tokens_per_micro_batch=10_000)
     for row, logp in zip(rows, trainer, strict=True):
-        assert logp == pytest.approx(row.columns["logp_gen"], abs=1e-4)
+        assert logp == pytest.approx(row.columns["logp_gen"], abs=3e-5)
     assert all(x <= 0 for row in rows for x in row.columns["logp_gen"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_sequence_does_not_depend_on_its_neighbours(make_tiny, name):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_sequence_does_not_depend_on_its_neighbours(make_tiny, name, way):
     """Bit for bit; with experts up to the last bits of the log-probs, since an expert's matrix product has as many rows as chose it."""
     loaded = make_tiny(name)
     asked = requests(loaded, samples=3)
-    whole = engine_of(loaded).generate(asked, SAMPLINGS["plain"])
+    whole = engine_of(loaded, **way).generate(asked, SAMPLINGS["plain"])
+    alone = engine_of(loaded, slots=1, **way)
     for other in (
-        [engine_of(loaded, slots=1).generate([r], SAMPLINGS["plain"])[0] for r in asked],
-        engine_of(loaded, slots=5).generate(asked, SAMPLINGS["plain"]),
-        engine_of(loaded).generate(asked[::-1], SAMPLINGS["plain"])[::-1],
+        [alone.generate([r], SAMPLINGS["plain"])[0] for r in asked],
+        engine_of(loaded, slots=5, rows_per_step=3, **way).generate(asked, SAMPLINGS["plain"]),
+        engine_of(loaded, cache_tokens=64, **way).generate(asked[::-1], SAMPLINGS["plain"])[::-1],
     ):
         if name in ("mixtral", "qwen3_moe"):
             assert [c.tokens for c in other] == [c.tokens for c in whole]
@@ -79,20 +93,22 @@ def test_a_sequence_does_not_depend_on_its_neighbours(make_tiny, name):
             assert other == whole
 
 
-def test_bfloat16_too_gives_the_same_sequences_in_any_batch(make_tiny):
+@pytest.mark.parametrize("way", STEPS)
+def test_bfloat16_too_gives_the_same_sequences_in_any_batch(make_tiny, way):
     loaded = make_tiny("llama")
     state_of(loaded, dtype="bfloat16")
     asked = requests(loaded, samples=4, max_new_tokens=40)
     sampling = Sampling(max_new_tokens=40)
-    whole = engine_of(loaded).generate(asked, sampling)
-    assert [engine_of(loaded).generate([r], sampling)[0] for r in asked] == whole
-    assert engine_of(loaded, slots=7).generate(asked, sampling) == whole
+    whole = engine_of(loaded, **way).generate(asked, sampling)
+    alone = engine_of(loaded, **way)
+    assert [alone.generate([r], sampling)[0] for r in asked] == whole
+    assert engine_of(loaded, slots=7, **way).generate(asked, sampling) == whole
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_is_what_transformers_generates(make_tiny, name):
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_greedy_is_what_transformers_generates(make_tiny, name, way):
     loaded = sharpened(make_tiny, name)
-    for request, mine in zip(requests(loaded, max_new_tokens=20), engine_of(loaded).generate(
+    for request, mine in zip(requests(loaded, max_new_tokens=20), engine_of(loaded, **way).generate(
         requests(loaded, max_new_tokens=20), Sampling(temperature=0.0, max_new_tokens=20)), strict=True):
         ids = torch.tensor([request.tokens])
         theirs = loaded.module.generate(
@@ -103,12 +119,16 @@ def test_greedy_is_what_transformers_generates(make_tiny, name):
         assert set(mine.logp_gen) == {0.0}
 
 
-def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny_llama, monkeypatch):
-    engine = engine_of(tiny_llama, slots=3)
-    seen, prefill = [], engine.prefill
-    monkeypatch.setattr(engine, "prefill", lambda tokens: (seen.append(tokens), prefill(tokens))[1])
-    engine.generate(requests(tiny_llama, samples=4), SAMPLINGS["plain"])
-    assert sorted(seen) == sorted(set(prompts(tiny_llama.tokenizer)))
+@pytest.mark.parametrize("way", STEPS)
+def test_a_prompt_is_read_once_for_all_its_samples(tiny_llama, way):
+    engine = engine_of(tiny_llama, **way)
+    asked = requests(tiny_llama, samples=4)
+    with engine.stream(asked) as stream:
+        for request in asked:
+            stream.submit(request, SAMPLINGS["plain"])
+        while stream.live:
+            stream.advance()
+    assert stream.num_prompt_rows == sum(len(p) for p in set(prompts(tiny_llama.tokenizer)) if len(p) > 1)   # one token is a newest one
 
 
 def test_each_completion_belongs_to_its_request(tiny_llama):
@@ -130,15 +150,15 @@ class Forced:
 
     def generate(self, sampling, monkeypatch, *, prompt="1", max_new_tokens=None):
         ids = tuple(self.loaded.tokenizer(prompt).input_ids)
-        engine = engine_of(self.loaded)
+        engine = engine_of(self.loaded, drafts="never")
         state = {"n": 0}
 
         def forced(logits, uniform, sampling):
             token = self.script[min(state["n"], len(self.script) - 1)]
             state["n"] += 1
-            return torch.full((len(logits),), token), torch.full((len(logits),), -0.5)
+            return [token] * len(logits), [-0.5] * len(logits)
 
-        monkeypatch.setattr("burnish.engines.native.engine.draw", forced)
+        monkeypatch.setattr(engine.runner, "draw", forced)
         return engine.generate([Request(ids, 1, max_new_tokens or sampling.max_new_tokens)], sampling)[0]
 
 

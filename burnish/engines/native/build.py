@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 SOURCE = Path(__file__).with_name("step.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread")
 NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.chat.template import end_token_ids
+from burnish.chat.template import by_ids
 from burnish.config import Sampling
-from burnish.engines.base import Abilities, Completion, Request
+from burnish.engines.base import Abilities, Completion, EngineError, Request
 from burnish.engines.native.build import NotBuilt
+from burnish.engines.native.drafts import Lookup, Payoff
 from burnish.engines.native.fast import FastRunner, Unsuited
+from burnish.engines.native.guide import Guide, GuideError, GuideState, allow_all
 from burnish.engines.native.pages import PAGE_TOKENS
-from burnish.engines.native.sampler import draw, uniforms
-from burnish.engines.native.scheduler import Scheduler, Writing
+from burnish.engines.native.sampler import uniforms
+from burnish.engines.native.scheduler import Rows, Scheduler, Writing
 from burnish.engines.native.stops import Stops
 from burnish.engines.native.torch_runner import TorchRunner
+from burnish.models.logprobs import Adjustment
 from burnish.models.policy import Policy
 
 
@@ -27,67 +32,99 @@ class NativeEngine:
     """Samples with the trainer's model.
 
     slots: sequences that write side by side; a finished one's slot is refilled at once. rows_per_step: tokens that go through the model
-    in one step, the newest of each sequence and chunks of prompts together. cache_tokens: size of the cache; none: as much as the
-    slots can need. compiled: None takes the compiled step where the machine and the model allow, True insists, False does without.
+    in one step beside guesses, the newest of each sequence and chunks of prompts together. cache_tokens: size of the cache, beyond which
+    requests wait; none: as much as the slots can need. compiled: none takes the compiled step where the machine and the model allow, True
+    insists, False does without. batch_invariant: a sequence is the same to the last bit whatever runs beside it; False lets the torch step
+    read prompts in chunks and reuse prefixes of earlier requests, which the compiled step does either way. drafts: guess tokens from the
+    sequence itself (prompt lookup) when it pays ("auto", the compiled step only), always, or never. new_weights: sequences that run while
+    weights change "continue", or "read_again" what they have under the new ones.
     """
 
     abilities = Abilities(logprobs=True, shares_weights=True)
 
     def __init__(
         self, policy: Policy, tokenizer: Any, *, context_tokens: int, slots: int = 64, rows_per_step: int = 256,
-        cache_tokens: int | None = None, compiled: bool | None = None,
+        cache_tokens: int | None = None, compiled: bool | None = None, batch_invariant: bool = True,
+        drafts: Literal["auto", "always", "never"] = "auto", new_weights: Literal["continue", "read_again"] = "continue",
     ) -> None:
-        self.policy, self.tokenizer = policy, tokenizer
-        self.context_tokens, self.slots, self.rows_per_step, self.cache_tokens = context_tokens, slots, rows_per_step, cache_tokens
+        for name, value, known in (("drafts", drafts, ("auto", "always", "never")), ("new_weights", new_weights, ("continue", "read_again"))):
+            if value not in known:
+                raise EngineError(f"engine.{name} is one of {', '.join(known)}; found {value!r}")
+        for name, number in (("slots", slots), ("rows_per_step", rows_per_step), ("cache_tokens", cache_tokens)):
+            if number is not None and number < 1:
+                raise EngineError(f"engine.{name} is {number}; use 1 or more")
+        self.policy, self.tokenizer, self.context_tokens = policy, tokenizer, context_tokens
+        self.slots, self.rows_per_step, self.cache_tokens = slots, rows_per_step, cache_tokens
+        self.batch_invariant, self.new_weights = batch_invariant, new_weights
         self.version = 0
         self.why_not_compiled: str | None = None
         self.runner = self._make_runner(compiled)
+        if drafts == "always" and batch_invariant and not self.runner.row_exact:
+            raise EngineError(
+                "engine.drafts: always changes the last bits of the torch step's numbers, so it does not go with batch_invariant: true; "
+                f"use drafts: never, or batch_invariant: false (not compiled: {self.why_not_compiled or 'as asked'})"
+            )
+        self.drafts = drafts != "never" and (drafts == "always" or self.runner.row_exact)
+        self.payoff = Payoff() if drafts == "auto" else None
         self.stale = False
+        self.seen_weights = self._mark()
         self.scheduler: Scheduler | None = None
+        self.open: Stream | None = None
+        self.lock = threading.RLock()
 
-    def load(self, version: int) -> None:
-        """The weights are those of `version` from the next step on. Prefixes of earlier versions are forgotten."""
-        if version != self.version:
-            self.version, self.stale = version, True
-            if self.scheduler is not None:
-                self.scheduler.new_weights(read_again=False)
+    def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """The weights are those of `version` from the next step on. Prefixes of earlier versions are forgotten. `weights` are copied
+        into the module, between two steps; without them they are there already. Raises EngineError, with nothing changed, where names
+        or shapes are not the module's.
+        """
+        with self.lock:
+            if weights is not None:
+                self._copy(dict(weights))
+            if weights is not None or version != self.version:
+                self.version, self.stale = version, True
+                self._refresh()
 
     def close(self) -> None:
-        self.scheduler = None
+        self.scheduler = self.open = None
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, progress: Callable[[int, int], None] | None = None
     ) -> list[Completion]:
-        """Completions in the order of the requests; see Engine. Uses the module in eval mode and leaves it as it was."""
-        stream = self.stream(sampling, requests)
-        ids = [stream.submit(request) for request in requests]
-        done: dict[int, Completion] = {}
-        while len(done) < len(ids):
-            done |= dict(stream.advance())
-            if progress:
-                progress(len(done), len(ids))
+        """Completions in the order of the requests; see Engine."""
+        with self.stream(requests) as stream:
+            ids = [stream.submit(request, sampling) for request in requests]
+            done: dict[int, Completion] = {}
+            while len(done) < len(ids):
+                done |= dict(stream.advance())
+                if progress:
+                    progress(len(done), len(ids))
         return [done[i] for i in ids]
 
-    def stream(self, sampling: Sampling, expected: Sequence[Request] = ()) -> Stream:
-        """Requests that come and go: submit, cancel, advance. `expected` sizes the cache where cache_tokens does not."""
-        longest = max((len(r.tokens) + min(r.max_new_tokens, self.context_tokens) for r in expected), default=self.context_tokens)
-        per_slot = -(-min(longest, self.context_tokens) // PAGE_TOKENS)
+    def stream(self, expected: Sequence[Request] = ()) -> Stream:
+        """Requests that come and go: submit, cancel, advance. `expected` sizes the cache where cache_tokens does not. One at a time."""
+        if self.open is not None and self.open.live:
+            raise EngineError("a stream of this engine is open and has requests that run; submit to it, or leave it first")
+        longest = max((len(r.tokens) + r.max_new_tokens for r in expected), default=self.context_tokens)
         slots = max(min(self.slots, len(expected) or self.slots), 1)
-        num_pages = self.cache_tokens // PAGE_TOKENS if self.cache_tokens else slots * per_slot
-        self._make_scheduler(slots=slots, per_slot=per_slot, num_pages=num_pages)
-        return Stream(self, sampling)
+        num_pages = self.cache_tokens // PAGE_TOKENS if self.cache_tokens else slots * -(-min(longest, self.context_tokens) // PAGE_TOKENS)
+        self._reserve(slots=slots, num_pages=max(num_pages, 1))
+        self._look_for_changes()
+        self.open = Stream(self)
+        return self.open
 
-    def _make_scheduler(self, *, slots: int, per_slot: int, num_pages: int) -> None:
+    def _reserve(self, *, slots: int, num_pages: int) -> None:
         have = self.scheduler
-        if have is not None and have.idle and have.slots >= slots and have.table.shape[1] >= per_slot and have.pages.num_pages >= num_pages:
-            return
         if have is not None:
-            slots, per_slot = max(slots, have.slots), max(per_slot, have.table.shape[1])
-            num_pages = num_pages if self.cache_tokens else max(num_pages, slots * per_slot)
-        self.runner.reserve(num_pages=num_pages, rows=slots + max(self.rows_per_step, 1) + per_slot * PAGE_TOKENS)
+            slots, num_pages = max(slots, have.slots), max(num_pages, have.pages.num_pages)
+        if have is None or slots > have.slots or num_pages > have.pages.num_pages:
+            self.runner.reserve(num_pages=num_pages, rows=slots + max(self.rows_per_step, self.context_tokens))
+        if have is not None:
+            have.grow(slots=slots, num_pages=num_pages)
+            return
         self.scheduler = Scheduler(
-            slots=slots, num_pages=num_pages, pages_per_slot=per_slot, rows_per_step=self.rows_per_step, copy_page=self.runner.copy_page,
-            clear_page=self.runner.clear_page, whole_prompts=not self.runner.row_exact,
+            slots=slots, num_pages=num_pages, pages_per_slot=-(-self.context_tokens // PAGE_TOKENS), rows_per_step=self.rows_per_step,
+            copy_page=self.runner.copy_page, clear_page=self.runner.clear_page,
+            whole_prompts=self.batch_invariant and not self.runner.row_exact,
         )
 
     def _make_runner(self, compiled: bool | None) -> FastRunner | TorchRunner:
@@ -96,107 +133,246 @@ class NativeEngine:
                 return FastRunner(self.policy, context_tokens=self.context_tokens)
             except (NotBuilt, Unsuited) as error:
                 if compiled:
-                    raise
+                    raise EngineError(f"engine.compiled is true, but {error}; leave it out for the torch step") from error
                 self.why_not_compiled = str(error)
-        return TorchRunner(self.policy, context_tokens=self.context_tokens)
+        return TorchRunner(self.policy, batch_invariant=self.batch_invariant)
+
+    def _look_for_changes(self) -> None:
+        """Weights that were changed without a word are the weights all the same."""
+        if self._mark() != self.seen_weights:
+            self.stale = True
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self.runner.refresh()
+        self.seen_weights = self._mark()
+        self.stale = False
+        if self.scheduler is not None:
+            self.scheduler.new_weights(read_again=self.new_weights == "read_again")
+
+    def _mark(self) -> tuple[int, int]:
+        """Changes whenever a parameter is written to, or another one stands in its place."""
+        count, where = 0, 0
+        for p in self.policy.module.parameters():
+            count += p._version
+            where ^= id(p)
+        return count, where
+
+    @torch.no_grad()
+    def _copy(self, weights: dict[str, Tensor]) -> None:
+        own = self.policy.module.state_dict()
+        tied = {name for name, tensor in own.items() if any(tensor is not t and tensor.data_ptr() == t.data_ptr() for t in own.values())}
+        missing, unknown = sorted(own.keys() - weights.keys() - tied), sorted(weights.keys() - own.keys())
+        if missing or unknown:
+            raise EngineError(f"the weights do not fit the engine's model: {f'no {missing[0]}' if missing else f'{unknown[0]} is unknown'}")
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape:
+                raise EngineError(f"the weights do not fit the engine's model: {name} is {list(tensor.shape)}, not {list(own[name].shape)}")
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+class _Rules:
+    """What one Sampling asks for, made ready."""
+
+    def __init__(self, engine: NativeEngine, sampling: Sampling) -> None:
+        self.sampling = by_ids(sampling, engine.tokenizer)
+        ends = self.sampling.end_tokens
+        self.stops = Stops(engine.tokenizer, end_token_ids=ends, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
+        self.adjustment = Adjustment.of(self.sampling)
+        self.guide = None
+        if sampling.guide is not None:
+            vocab = engine.policy.config.get_text_config().vocab_size
+            self.guide = Guide(engine.tokenizer, vocab_size=vocab, end_token_ids=ends, **sampling.guide.model_dump(exclude_none=True))
 
 
 class Stream:
-    """One sampling's requests on an engine. `advance` makes one step and gives what has ended in it."""
+    """Requests on an engine. `advance` makes one step and gives what has ended in it; leaving it cancels what still runs."""
 
-    def __init__(self, engine: NativeEngine, sampling: Sampling) -> None:
-        self.engine, self.sampling = engine, sampling
-        self.stops = Stops(engine.tokenizer, end_token_ids=end_token_ids(engine.tokenizer, sampling.end_tokens), stop=sampling.stop)
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
         self.live: dict[int, Writing] = {}
-        self.refused: deque[tuple[int, Completion]] = deque()
+        self.ready: deque[tuple[int, Completion]] = deque()
+        self.rules: dict[int, tuple[Sampling, _Rules]] = {}
         self.next_id = 0
-        self.plain = not (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        self.num_steps = self.num_rows = self.num_prompt_rows = self.num_guessed = self.num_stood = 0
 
-    def submit(self, request: Request) -> int:
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for id_ in list(self.live):
+            self.cancel(id_)
+
+    def submit(self, request: Request, sampling: Sampling) -> int:
         """The id by which `advance` and `cancel` speak of it. One that cannot run ends as error:<what> at the next advance."""
-        id_, self.next_id = self.next_id, self.next_id + 1
-        room = self.engine.context_tokens - len(request.tokens)
-        s = Writing(id_, request, min(request.max_new_tokens, room), list(request.tokens))
-        what = "empty_prompt" if not request.tokens else "prompt_too_long" if room < 1 else None
-        if what is None and not self.engine.scheduler.fits(s):
-            what = "no_room_in_cache"
-        if what is not None:
-            self.refused.append((id_, Completion((), (), "", f"error:{what}", self.engine.version)))
+        with self.engine.lock:
+            id_, self.next_id = self.next_id, self.next_id + 1
+            room = self.engine.context_tokens - len(request.tokens)
+            s = Writing(id_, request, min(request.max_new_tokens, room), list(request.tokens))
+            what = "empty_prompt" if not request.tokens else "prompt_too_long" if room < 1 else "no_tokens_asked" if s.limit < 1 else None
+            if what is None and not self.engine.scheduler.fits(s):
+                what = "no_room_in_cache"
+            if what is not None:
+                self.ready.append((id_, Completion((), (), "", f"error:{what}", self.engine.version)))
+                return id_
+            s.rules = self._rules(sampling)
+            s.guide = s.rules.guide.start() if s.rules.guide else None
+            s.lookup = Lookup() if self.engine.drafts else None
+            self.live[id_] = s
+            self.engine.scheduler.submit(s)
             return id_
-        self.live[id_] = s
-        self.engine.scheduler.submit(s)
-        return id_
 
-    def cancel(self, id_: int) -> None:
-        """Take a request out, whatever it has written. One that is not there any more is left alone."""
-        if (s := self.live.pop(id_, None)) is not None:
+    def cancel(self, id_: int) -> Completion | None:
+        """Take a request out and give what it has written; None for one that has ended."""
+        with self.engine.lock:
+            if (s := self.live.pop(id_, None)) is None:
+                return None
             self.engine.scheduler.cancel(s)
+            return self._completion(s, "cancelled")
+
+    def so_far(self, id_: int) -> Completion | None:
+        """What a request that runs has written up to now, stop "running"; None for one that has ended. Its text may end within a
+        character, or with the beginning of a stop text.
+        """
+        with self.engine.lock:
+            s = self.live.get(id_)
+            return self._completion(s, "running") if s is not None else None
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, Completion]]:
-        """One step of the model for all that runs. The module is in eval mode meanwhile."""
-        ended = list(self.refused)
-        self.refused.clear()
-        if not self.live:
-            return ended
-        engine, module = self.engine, self.engine.policy.module
-        training = module.training
-        module.eval()
-        try:
-            if engine.stale:
-                engine.runner.refresh()
-                engine.stale = False
-            rows = engine.scheduler.next_rows()
+        """One step of the model for all that runs."""
+        with self.engine.lock:
+            ended = list(self.ready)
+            self.ready.clear()
+            if not self.live:
+                return ended
+            engine = self.engine
+            rows = engine.scheduler.next_rows(self._guesser())
+            began = time.perf_counter()
             logits = engine.runner.step(rows, engine.scheduler.table)
-        finally:
-            module.train(training)
-        return ended + self._take(list(rows.sequences), logits)
+            if engine.payoff is not None and not rows.num_prompt:
+                engine.payoff.saw_step(len(rows.token), time.perf_counter() - began)
+            self.num_steps += 1
+            self.num_rows += len(rows.token)
+            self.num_prompt_rows += rows.num_prompt
+            return ended + self._take(rows, logits)
 
-    def _take(self, sequences: list[Writing], logits_LV: Tensor) -> list[tuple[int, Completion]]:
-        """Draw a token for each sequence whose logits are there, and for those that wait for the same prompt."""
-        scheduler, places = self.engine.scheduler, list(range(len(sequences)))
-        for place, s in list(enumerate(sequences)):
-            if s.num_drawn == 0:
-                for other in scheduler.share_prompt(s):
-                    sequences.append(other)
-                    places.append(place)
-        if len(places) > len(logits_LV):
-            logits_LV = logits_LV[torch.tensor(places, device=logits_LV.device)]
-        stream = np.array([s.request.stream for s in sequences], dtype=np.uint64)
-        index = np.array([len(s.tokens) for s in sequences], dtype=np.uint64)
-        tokens, logps = self._draw(logits_LV, uniforms(stream, index))
+    def _rules(self, sampling: Sampling) -> _Rules:
+        key = id(sampling)
+        if key not in self.rules:
+            if len(self.rules) > 256:
+                self.rules.clear()
+            self.rules[key] = sampling, _Rules(self.engine, sampling)      # held, so that the id stays its own
+        return self.rules[key][1]
+
+    def _guesser(self) -> Callable[[Writing, int], tuple[int, ...]] | None:
+        engine = self.engine
+        if not engine.drafts:
+            return None
+        most = engine.payoff.length(max(len(engine.scheduler.running), 1)) if engine.payoff else 8
+        return (lambda s, room: s.lookup.guess(s.tokens, min(most, room))) if most else None
+
+    def _take(self, rows: Rows, logits_LV: Tensor) -> list[tuple[int, Completion]]:
+        """Draw tokens for each sequence whose logits are there, and the first for those that wait for the same prompt."""
+        place = 0
+        todo: list[tuple[Writing, tuple[int, ...], int]] = []
+        for wanted in rows.wanted:
+            s = wanted.sequence
+            todo.append((s, wanted.guess, place))
+            todo += [(other, (), place) for other in self.engine.scheduler.share_prompt(s)]
+            place += 1 + len(wanted.guess)
+        same: dict[int, list[tuple[Writing, tuple[int, ...], int]]] = {}
+        for entry in todo:
+            same.setdefault(id(entry[0].rules), []).append(entry)
         ended = []
-        for s, token, logp in zip(sequences, tokens, logps, strict=True):
-            s.tokens.append(token)
-            s.logp.append(logp)
-            s.versions.append(self.engine.version)
-            reason = self._ended(s)
-            broken = reason is not None and reason.startswith("error:")
-            if not broken and (s.num_drawn == 1 or reason is not None):
-                scheduler.learned(s)
-            if reason is not None:
-                scheduler.finish(s, clear=broken)
-                del self.live[s.id]
-                ended.append((s.id, self._completion(s, reason)))
+        for entries in same.values():
+            tokens, logps = self._draw(entries, logits_LV)
+            at = 0
+            for s, guess, _ in entries:
+                count = 1 + len(guess)
+                reason = self._write(s, guess, tokens[at : at + count], logps[at : at + count])
+                at += count
+                if reason is not None:
+                    ended.append((s.id, self._completion(s, reason)))
         return ended
 
-    def _draw(self, logits_LV: Tensor, uniform_L: np.ndarray) -> tuple[list[int], list[float]]:
-        if self.plain and isinstance(self.engine.runner, FastRunner):
-            return self.engine.runner.draw(logits_LV, uniform_L, temperature=self.sampling.temperature)
-        token_L, logp_L = draw(logits_LV, uniform_L, self.sampling)
-        return token_L.tolist(), logp_L.tolist()
+    def _draw(self, entries: list[tuple[Writing, tuple[int, ...], int]], logits_LV: Tensor) -> tuple[list[int], list[float]]:
+        rules: _Rules = entries[0][0].rules
+        places = [place + i for _, guess, place in entries for i in range(1 + len(guess))]
+        owners = [(s, guess[:i]) for s, guess, _ in entries for i in range(1 + len(guess))]
+        if places != list(range(len(logits_LV))):
+            logits_LV = logits_LV[torch.tensor(places, device=logits_LV.device)]
+        if rules.adjustment:
+            logits_LV = rules.adjustment(
+                logits_LV, before_N=[(*s.tokens, *guess) for s, guess in owners], num_new_N=[s.num_drawn + len(g) for s, g in owners]
+            )
+        if rules.guide:
+            logits_LV = self._guided(owners, logits_LV)
+        stream = np.array([s.request.stream for s, _ in owners], dtype=np.uint64)
+        index = np.array([len(s.tokens) + len(guess) for s, guess in owners], dtype=np.uint64)
+        return self.engine.runner.draw(logits_LV, uniforms(stream, index), rules.sampling)
+
+    def _guided(self, owners: list[tuple[Writing, tuple[int, ...]]], logits_LV: Tensor) -> Tensor:
+        states = [_after(s.guide, guess) if guess else s.guide for s, guess in owners]
+        allowed = np.zeros((len(states), logits_LV.shape[-1]), dtype=bool)
+        for row, error in allow_all(states, allowed).items():
+            owners[row][0].guide_error = str(error)
+        return logits_LV.masked_fill(~torch.from_numpy(allowed).to(logits_LV.device), float("-inf"))
+
+    def _write(self, s: Writing, guess: tuple[int, ...], tokens: Sequence[int], logps: Sequence[float]) -> str | None:
+        """Append what was drawn, up to the first that a guess did not foresee. Why the sequence ends with it, or None."""
+        engine, first = self.engine, s.num_drawn == 0
+        for i, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
+            s.tokens.append(token)
+            s.logp.append(logp)
+            s.versions.append(engine.version)
+            reason = self._ended(s)
+            if reason is not None or i == len(guess) or token != guess[i]:
+                break
+        if guess:
+            self.num_guessed += len(guess)
+            self.num_stood += i
+            if engine.payoff is not None:
+                engine.payoff.saw_guess(len(guess), i)
+        s.filled += i
+        broken = reason is not None and reason.startswith("error:")
+        if not broken and (first or s.reads_again or reason is not None):
+            engine.scheduler.learned(s)
+            s.reads_again = False
+        if reason is not None:
+            engine.scheduler.finish(s, clear=broken)
+            del self.live[s.id]
+        return reason
 
     def _ended(self, s: Writing) -> str | None:
         if s.tokens[-1] < 0:
-            return "error:non_finite_logits"
-        if reason := self.stops.after(s.tokens[max(s.num_prompt, len(s.tokens) - self.stops.window) :]):
+            return f"error:{s.guide_error}" if s.guide_error else "error:non_finite_logits"
+        if reason := s.rules.stops.after(s.tokens, s.num_prompt):
             return reason
+        if s.guide is not None:
+            s.guide.take(s.tokens[-1])
+            if s.guide.finished:
+                return "grammar"
         if s.num_drawn < s.limit:
             return None
         return "max_tokens" if s.limit == s.request.max_new_tokens else "context"
 
     def _completion(self, s: Writing, reason: str) -> Completion:
-        tokens, logp = s.tokens[s.num_prompt :], s.logp
+        tokens, logp, versions = s.tokens[s.num_prompt :], s.logp, s.versions
         if reason.startswith("error:"):
-            tokens, logp = tokens[:-1], logp[:-1]
-        return Completion(tuple(tokens), tuple(logp), self.stops.text(tokens, reason), reason, min(s.versions))
+            tokens, logp, versions = tokens[:-1], logp[:-1], versions[:-1]
+        oldest = min(versions, default=self.engine.version)
+        mixed = tuple(versions) if versions and max(versions) != oldest else ()
+        return Completion(tuple(tokens), tuple(logp), s.rules.stops.text(tokens, reason), reason, oldest, mixed)
+
+
+def _after(state: GuideState, guess: tuple[int, ...]) -> GuideState | None:
+    """The guide behind guessed tokens; None where it does not allow them, so that they fall before this row is looked at."""
+    state = state.copy()
+    try:
+        for token in guess:
+            state.take(token)
+    except GuideError:
+        return None
+    return state

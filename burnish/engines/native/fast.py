@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from burnish.config import Sampling
 from burnish.engines.native.build import library
 from burnish.engines.native.pages import PAGE_TOKENS
 from burnish.engines.native.scheduler import Rows
@@ -45,7 +46,7 @@ class FastRunner:
         self.policy, self.module, self.config = policy, policy.base, policy.config
         self.context_tokens = context_tokens
         _check(policy)
-        self.dtype = policy.head.weight.dtype
+        self.dtype, self.threads = policy.head.weight.dtype, torch.get_num_threads()
         self.packed: dict[str, Tensor] = {}
         self.num_pages = 0
         self.refresh()
@@ -57,7 +58,7 @@ class FastRunner:
         for i, layer in enumerate(body.layers):
             attention, mlp = layer.self_attn, layer.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            gate, up = (part.weight.detach().view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj))
+            tiles = [part.weight.detach().view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj)]
             bias = None
             if projections[0].bias is not None:
                 bias = self._keep(f"{i}.bias", torch.cat([p.bias.detach() for p in projections]).float())
@@ -65,10 +66,10 @@ class FastRunner:
             layers[i] = _Layer(
                 self._pack(f"{i}.qkv", torch.cat([p.weight.detach() for p in projections])),
                 self._pack(f"{i}.o", attention.o_proj.weight.detach()),
-                self._pack(f"{i}.gate_up", torch.stack([gate, up], 1).reshape(-1, config.hidden_size)),
+                self._pack(f"{i}.gate_up", torch.stack(tiles, 1).reshape(-1, config.hidden_size)),
                 self._pack(f"{i}.down", mlp.down_proj.weight.detach()),
-                layer.input_layernorm.weight.data_ptr(), layer.post_attention_layernorm.weight.data_ptr(), bias,
-                *(norm.weight.data_ptr() if norm is not None else None for norm in norms),
+                *(self._keep(f"{i}.{n}", norm.weight) for n, norm in enumerate((layer.input_layernorm, layer.post_attention_layernorm))), bias,
+                *(self._keep(f"{i}.{n}", norm.weight) if norm is not None else None for n, norm in zip("qk", norms, strict=True)),
             )
         if not hasattr(self, "cos"):
             position = torch.arange(self.context_tokens)[None]
@@ -78,25 +79,27 @@ class FastRunner:
         self.layers = layers
         self.model = _Model(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
-            config.intermediate_size, config.vocab_size, getattr(config, "sliding_window", None) or 0, torch.get_num_threads(),
+            config.intermediate_size, config.vocab_size, getattr(config, "sliding_window", None) or 0, self.threads,
             int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, 1.0, layers,
-            body.embed_tokens.weight.data_ptr(), body.norm.weight.data_ptr(), self._pack("head", self.policy.head.weight.detach()),
+            self._keep("embed", body.embed_tokens.weight), self._keep("norm", body.norm.weight), self._pack("head", self.policy.head.weight.detach()),
             self.cos.data_ptr(), self.sin.data_ptr(),
         )
 
     def reserve(self, *, num_pages: int, rows: int) -> None:
-        """Room for so many pages and rows; what was in the cache is gone."""
+        """Room for so many pages and rows. What is in the cache stays."""
         config, head_dim = self.config, _head_dim(self.config)
-        size = config.num_hidden_layers * num_pages * config.num_key_value_heads * PAGE_TOKENS * head_dim
         if num_pages != self.num_pages:
-            self.keys, self.values = (torch.zeros(size, dtype=self.dtype) for _ in range(2))
+            shape = config.num_hidden_layers, num_pages, config.num_key_value_heads * PAGE_TOKENS * head_dim
+            held = getattr(self, "keys", None), getattr(self, "values", None)
+            self.keys, self.values = (_grown(old, shape, self.dtype) for old in held)
             self.num_pages = num_pages
         heads = (config.num_attention_heads * 2 + 2 * config.num_key_value_heads) * head_dim
         self.work = torch.empty(rows * (2 * config.hidden_size + heads + config.intermediate_size) + 64, dtype=self.dtype)
+        self.logits = torch.empty(rows, config.vocab_size)
 
     def step(self, rows: Rows, table: np.ndarray) -> Tensor:
-        """Writes the rows into the cache and returns the logits of the last rows. -> [L,V] float32"""
-        logits = torch.empty(len(rows.last), self.config.vocab_size)
+        """Writes the rows into the cache and returns the logits of the last rows, which the next step writes over. -> [L,V] float32"""
+        logits = self.logits[: len(rows.last)]
         self.library.burnish_step(
             ctypes.byref(self.model), len(rows.token), _at(rows.token), _at(rows.position), _at(rows.slot), _at(table), table.shape[1],
             ctypes.c_void_p(self.keys.data_ptr()), ctypes.c_void_p(self.values.data_ptr()), ctypes.c_int64(self.num_pages),
@@ -112,15 +115,15 @@ class FastRunner:
 
     def clear_page(self, page: int) -> None:
         for block in (self.keys, self.values):
-            block.view(self.config.num_hidden_layers, self.num_pages, -1)[:, page] = 0
+            block[:, page] = 0
 
-    def draw(self, logits_NV: Tensor, uniform_N: np.ndarray, *, temperature: float) -> tuple[list[int], list[float]]:
-        """As sampler.draw without filters."""
+    def draw(self, logits_NV: Tensor, uniform_N: np.ndarray, sampling: Sampling) -> tuple[list[int], list[float]]:
+        """As sampler.draw."""
         n, vocab = logits_NV.shape
         token, logp = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.float32)
         self.library.burnish_draw(
-            self.model.threads, ctypes.c_void_p(logits_NV.data_ptr()), n, vocab, ctypes.c_float(temperature), _at(uniform_N), _at(token),
-            _at(logp),
+            self.model.threads, ctypes.c_void_p(logits_NV.data_ptr()), n, vocab, ctypes.c_float(sampling.temperature), sampling.top_k,
+            ctypes.c_float(sampling.top_p), ctypes.c_float(sampling.min_p), _at(uniform_N), _at(token), _at(logp),
         )
         return token.tolist(), logp.tolist()
 
@@ -130,8 +133,7 @@ class FastRunner:
         if name not in self.packed:
             self.packed[name] = torch.empty(-(-out // 16) * 16 * width, dtype=weight.dtype)
         self.library.burnish_pack(
-            ctypes.c_void_p(weight.data_ptr()), out, width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()),
-            torch.get_num_threads(),
+            ctypes.c_void_p(weight.data_ptr()), out, width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()), self.threads,
         )
         return self.packed[name].data_ptr()
 
@@ -140,8 +142,20 @@ class FastRunner:
         return int(self.dtype is torch.bfloat16)
 
     def _keep(self, name: str, value: Tensor) -> int:
-        self.packed[name] = value.contiguous()
+        """A copy: what is trained on meanwhile must not be seen before it is taken over."""
+        value = value.detach()
+        if name in self.packed:
+            self.packed[name].copy_(value)
+        else:
+            self.packed[name] = value.clone(memory_format=torch.contiguous_format)
         return self.packed[name].data_ptr()
+
+
+def _grown(old: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    new = torch.zeros(shape, dtype=dtype)
+    if old is not None:
+        new[:, : old.shape[1]] = old
+    return new
 
 
 def _at(values: np.ndarray) -> ctypes.c_void_p:
@@ -174,9 +188,9 @@ def _check(policy: Policy) -> None:
     if config.hidden_act != "silu":
         raise Unsuited(f"its activation is {config.hidden_act}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1 or getattr(config, "no_rope_layers", None) and not all(config.no_rope_layers):
+    if len(kinds) > 1 or (getattr(config, "no_rope_layers", None) and not all(config.no_rope_layers)):
         raise Unsuited("its layers are not all of one kind")
     for layer in policy.body.layers:
         linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
         if len(linear) != 7 or any(m.bias is not None for m in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)):
-            raise Unsuited("a layer has more than the seven linear maps of the Llama family, or biases elsewhere than on queries, keys, values")
+            raise Unsuited("a layer has other linear maps or biases than those of the Llama family")

@@ -34,6 +34,11 @@ class Pages:
         self.promised = 0
         self.next_uid = 1
 
+    def grow(self, num_pages: int) -> None:
+        self.free = [*range(num_pages - 1, self.num_pages - 1, -1), *self.free]
+        self.holders += [0] * (num_pages - self.num_pages)
+        self.num_pages = num_pages
+
     @property
     def room(self) -> int:
         """Pages that are neither held nor promised."""

@@ -7,10 +7,12 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from burnish.engines.base import Request
+from burnish.engines.native.drafts import Lookup
 from burnish.engines.native.pages import PAGE_TOKENS, Pages
 
 
@@ -28,6 +30,13 @@ class Writing:
     pages: list[int] = field(default_factory=list)
     promised: int = 0                                      # pages it may still take
     filled: int = 0
+    rules: Any = None                                      # how it is drawn and when it ends
+    guide: Any = None
+    guide_error: str = ""
+    lookup: Lookup | None = None
+    waiting: bool = False
+    keys_of_now: bool = True                               # all it has in the cache is of the weights of now
+    reads_again: bool = False
 
     @property
     def num_prompt(self) -> int:
@@ -44,14 +53,25 @@ class Writing:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sequence whose next token can be drawn from this step's logits, and the tokens behind its newest that were guessed and run too."""
+
+    sequence: Writing
+    guess: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one step: token, position and slot of each, int32 [N]; `last` are the rows whose logits are wanted, with their sequences."""
+    """The rows of one step: token, position and slot of each, int32 [N]. `last` are the rows whose logits are wanted: 1 + len(guess) for
+    each of `wanted`, in its order.
+    """
 
     token: np.ndarray
     position: np.ndarray
     slot: np.ndarray
     last: np.ndarray
-    sequences: tuple[Writing, ...]
+    wanted: tuple[Wanted, ...]
+    num_prompt: int                                        # rows that read prompts
 
 
 class Scheduler:
@@ -66,42 +86,59 @@ class Scheduler:
         clear_page: Callable[[int], None], whole_prompts: bool = False,
     ) -> None:
         self.slots, self.rows_per_step, self.whole_prompts = slots, rows_per_step, whole_prompts
+        self.max_rows = slots + rows_per_step
         self.copy_page, self.clear_page = copy_page, clear_page
         self.pages = Pages(num_pages)
         self.table = np.zeros((slots, pages_per_slot), dtype=np.int32)
         self.free_slots = list(range(slots - 1, -1, -1))
-        self.waiting: list[tuple[float, int, Writing]] = []       # a heap by (-priority, order)
+        self.queue: list[tuple[float, int, Writing]] = []         # a heap by (-priority, order); some have left it since
+        self.alike: dict[tuple[int, ...], list[Writing]] = {}     # those that wait, by their prompt
+        self.num_waiting = 0
         self.running: list[Writing] = []
         self.order = itertools.count()
 
+    def grow(self, *, slots: int, num_pages: int) -> None:
+        """Room for more; what is there stays where it is."""
+        self.table = np.concatenate([self.table, np.zeros((slots - self.slots, self.table.shape[1]), dtype=np.int32)])
+        self.free_slots = [*range(slots - 1, self.slots - 1, -1), *self.free_slots]
+        self.slots, self.max_rows = slots, slots + self.rows_per_step
+        self.pages.grow(num_pages)
+
     def submit(self, sequence: Writing) -> None:
-        heapq.heappush(self.waiting, (-sequence.request.priority, next(self.order), sequence))
+        self._wait(sequence, -sequence.request.priority)
+        self.alike.setdefault(sequence.request.tokens, []).append(sequence)
 
     def fits(self, sequence: Writing) -> bool:
         return sequence.num_pages <= min(self.pages.num_pages, self.table.shape[1])
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.num_waiting and not self.running
 
-    def next_rows(self) -> Rows | None:
-        """Rows of the next step: the newest token of each sequence that writes, and as much of the prompts as there is room for."""
+    def next_rows(self, guess: Callable[[Writing, int], tuple[int, ...]] | None = None) -> Rows | None:
+        """Rows of the next step: the newest token of each sequence that writes with what guess(sequence, most) adds, and as much of
+        the prompts as there is room for. None where nothing runs.
+        """
         self._admit()
         token: list[int] = []
         position: list[int] = []
         slot: list[int] = []
         last: list[int] = []
-        ends: list[Writing] = []
+        wanted: list[Wanted] = []
         writing = [s for s in self.running if s.filled == len(s.tokens) - 1]
         reading = [s for s in self.running if s.filled < len(s.tokens) - 1]
         for s in writing:
-            last.append(len(token))
-            ends.append(s)
-            token.append(s.tokens[-1])
-            position.append(s.filled)
-            slot.append(s.slot)
-            self._reach(s, s.filled + 1)
+            room = min(s.limit - s.num_drawn - 1, self.max_rows - len(token) - len(writing))
+            guessed = guess(s, room) if guess and room > 0 else ()
+            count = 1 + len(guessed)
+            last += range(len(token), len(token) + count)
+            wanted.append(Wanted(s, guessed))
+            token += (s.tokens[-1], *guessed)
+            position += range(s.filled, s.filled + count)
+            slot += [s.slot] * count
+            self._reach(s, s.filled + count)
             s.filled += 1
+        num_newest = len(token)
         for s in reading:
             room = self.rows_per_step - len(token)
             if room <= 0 and token:
@@ -117,11 +154,12 @@ class Scheduler:
             s.filled = end
             if end == len(s.tokens):
                 last.append(len(token) - 1)
-                ends.append(s)
+                wanted.append(Wanted(s))
         if not token:
             return None
-        as_int = lambda values: np.array(values, dtype=np.int32)  # noqa: E731
-        return Rows(as_int(token), as_int(position), as_int(slot), as_int(last), tuple(ends))
+        return Rows(
+            *(np.array(values, dtype=np.int32) for values in (token, position, slot, last)), tuple(wanted), len(token) - num_newest
+        )
 
     def share_prompt(self, leader: Writing) -> list[Writing]:
         """Waiting sequences of the prompt that `leader` has just read to its end, started on its pages as far as there is room.
@@ -130,20 +168,12 @@ class Scheduler:
         """
         if leader.filled != leader.num_prompt or leader.num_drawn:
             return []
-        started, kept = [], []
-        for entry in sorted(self.waiting, key=lambda e: e[:2]):
-            s = entry[2]
-            if s.request.tokens == leader.request.tokens and not s.num_drawn and self._start(s, shared=leader):
-                started.append(s)
-            else:
-                kept.append(entry)
-        if started:
-            self.waiting = kept
-            heapq.heapify(self.waiting)
-        return started
+        return [s for s in tuple(self.alike.get(leader.request.tokens, ())) if self._start(s, shared=leader)]
 
     def learned(self, sequence: Writing) -> None:
-        """Its full pages may be found by others from now on."""
+        """Its full pages may be found by others from now on, if they are of the weights of now."""
+        if not sequence.keys_of_now:
+            return
         self.pages.learn(sequence.pages, sequence.tokens[: sequence.filled], start_page=0)
 
     def finish(self, sequence: Writing, *, clear: bool = False) -> None:
@@ -157,28 +187,54 @@ class Scheduler:
             self._give_back(sequence)
 
     def cancel(self, sequence: Writing) -> None:
-        self.finish(sequence, clear=True)
-        self.waiting = [entry for entry in self.waiting if entry[2] is not sequence]
-        heapq.heapify(self.waiting)
+        if sequence.waiting:
+            self._leave(sequence)
+        else:
+            self.finish(sequence, clear=True)
 
     def new_weights(self, *, read_again: bool) -> None:
-        """No prefix crosses a version. read_again: what runs reads all its tokens anew, first of all; else it goes on with its cache."""
+        """No prefix crosses a version. What still reads its prompt begins anew. What writes goes on with what it has in the cache, or,
+        with read_again, reads all its tokens under the new weights first.
+        """
         self.pages.forget()
-        if read_again:
-            again, self.running = self.running, []
-            for s in again:
-                self.free_slots.append(s.slot)
-                self._give_back(s)
-                s.filled = 0
-                heapq.heappush(self.waiting, (-math.inf, next(self.order), s))
+        going_on = []
+        for s in self.running:
+            if s.num_drawn and not read_again:
+                s.keys_of_now = False
+                going_on.append(s)
+                continue
+            self.free_slots.append(s.slot)
+            self._give_back(s)
+            s.filled, s.keys_of_now, s.reads_again = 0, True, s.num_drawn > 0
+            self._wait(s, -math.inf)
+        self.running = going_on
+
+    def _wait(self, s: Writing, rank: float) -> None:
+        s.waiting = True
+        self.num_waiting += 1
+        heapq.heappush(self.queue, (rank, next(self.order), s))
+
+    def _leave(self, s: Writing) -> None:
+        s.waiting = False
+        self.num_waiting -= 1
+        same = self.alike.get(s.request.tokens, [])
+        if s in same:
+            same.remove(s)
+            if not same:
+                del self.alike[s.request.tokens]
+        if len(self.queue) > 2 * self.num_waiting + 64:
+            self.queue = [entry for entry in self.queue if entry[2].waiting]
+            heapq.heapify(self.queue)
 
     def _admit(self) -> None:
         reading = {s.request.tokens for s in self.running if s.filled < len(s.tokens) - 1}
         later = []
-        while self.waiting and self.free_slots:
-            entry = heapq.heappop(self.waiting)
+        while self.queue and self.free_slots:
+            entry = heapq.heappop(self.queue)
             s = entry[2]
-            if s.request.tokens in reading:
+            if not s.waiting:
+                continue
+            if s.request.tokens in reading and not s.reads_again:
                 later.append(entry)              # its pages are on their way
             elif self._start(s, shared=None):
                 reading.add(s.request.tokens)
@@ -186,7 +242,7 @@ class Scheduler:
                 later.append(entry)
                 break
         for entry in later:
-            heapq.heappush(self.waiting, entry)
+            heapq.heappush(self.queue, entry)
 
     def _start(self, s: Writing, *, shared: Writing | None) -> bool:
         if not self.free_slots:
@@ -210,6 +266,7 @@ class Scheduler:
                 self._reach(s, s.num_prompt)
                 self.copy_page(shared.pages[len(pages)], s.pages[-1])
             s.filled = s.num_prompt
+        self._leave(s)
         self.running.append(s)
         return True
 

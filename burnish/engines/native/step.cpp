@@ -9,8 +9,9 @@
 #include <algorithm>
 #include <vector>
 #include <thread>
-#include <chrono>
 #include <initializer_list>
+#include <mutex>
+#include <unistd.h>
 
 namespace {
 
@@ -83,13 +84,14 @@ template <> struct Kind<float> {
 
 // R rows x C tiles of 16 columns; w is packed [tile][in/K][16][K]
 template <class T, int R, int C, class Out>
-inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Out out) {
+inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* ahead, Out out) {
   constexpr int K = Kind<T>::K;
   __m512 acc[R][C];
   for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
   for (int k = 0; k < in; k += K) {
     __m512 wv[C];
     for (int c = 0; c < C; ++c) wv[c] = _mm512_loadu_ps((const float*)(w + c * tile + int64_t(k) * 16));
+    _mm_prefetch(ahead + k / K * 64, _MM_HINT_T1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       if constexpr (K == 2) {
@@ -110,16 +112,24 @@ inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, con
   }
 }
 
+constexpr int MOST_ROWS = 13;                  // 13 rows x 2 tiles of sums, and the weights, fill the registers
+
+template <class T, int R, int C, class Out>
+inline void block_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* ahead, Out out) {
+  if (rows == R) block<T, R, C>(x, ldx, w, tile, in, bias, ahead, out);
+  else if constexpr (R > 1) block_of<T, R - 1, C>(rows, x, ldx, w, tile, in, bias, ahead, out);
+}
+
+// blocks of rows as equal as can be: a small rest would leave most of the registers idle
 template <class T, int C, class Out>
 inline void rows_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Out out) {
-  int r = 0;
-  constexpr int R = C == 2 ? 12 : 14;
-  auto at = [&](int r0) { return [=](int r, int c, __m512 v) { out(r0 + r, c, v); }; };
-  for (; r + R <= rows; r += R) block<T, R, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
-  for (; r + 8 <= rows; r += 8) block<T, 8, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
-  for (; r + 4 <= rows; r += 4) block<T, 4, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
-  for (; r + 2 <= rows; r += 2) block<T, 2, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
-  for (; r < rows; ++r) block<T, 1, C>(x + r * ldx, ldx, w, tile, in, bias, at(r));
+  const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int i = 0, r0 = 0; i < blocks; ++i) {
+    const int r1 = int64_t(rows) * (i + 1) / blocks;
+    const char* ahead = (const char*)(w + C * tile) + int64_t(std::min(i, C - 1)) * tile * sizeof(T);   // the next tiles, on their way from memory
+    block_of<T, MOST_ROWS, C>(r1 - r0, x + r0 * ldx, ldx, w, tile, in, bias, ahead, [=](int r, int c, __m512 v) { out(r0 + r, c, v); });
+    r0 = r1;
+  }
 }
 
 // y = x w^T: tiles [from, to) of 16 columns. out(row, column tile, sums)
@@ -204,9 +214,18 @@ struct Step {
     const T* v = k + kv_width();
     for (int h = 0; h < m.kv_heads; ++h) {
       T *kp = page(keys, layer, p, h), *vp = page(values, layer, p, h);
-      for (int i = 0; i < d; ++i) {
-        kp[(i / K) * PAGE * K + off * K + i % K] = k[h * d + i];
-        vp[(off / K) * d * K + i * K + off % K] = v[h * d + i];
+      if constexpr (K == 2) {
+        for (int i = 0; i < d / 2; ++i) memcpy(kp + (i * PAGE + off) * 2, k + h * d + 2 * i, 4);
+        const __mmask32 half = off % 2 ? 0xaaaaaaaa : 0x55555555;
+        for (int i = 0; i < d; i += 16) {
+          __m512i v16 = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(v + h * d + i)));
+          _mm512_mask_storeu_epi16(vp + (off / 2) * d * 2 + i * 2, half, off % 2 ? _mm512_slli_epi32(v16, 16) : v16);
+        }
+      } else {
+        for (int i = 0; i < d; ++i) {
+          kp[i * PAGE + off] = k[h * d + i];
+          vp[off * d + i] = v[h * d + i];
+        }
       }
     }
   }
@@ -225,7 +244,13 @@ struct Step {
       const T* kp = page(keys, layer, tab[p], kv);
       __m512 acc[G][2];
       for (int g = 0; g < G; ++g) acc[g][0] = acc[g][1] = _mm512_setzero_ps();
+      const char* next = (const char*)(p + 1 < p1 ? page(keys, layer, tab[p + 1], kv) : kp);
+      const char* vp = (const char*)page(values, layer, tab[p], kv);
       for (int i = 0; i < d; i += 2 * K) {
+        for (int line = 0; line < 2; ++line) {
+          _mm_prefetch(next + i * PAGE * sizeof(T) + line * 64, _MM_HINT_T0);
+          _mm_prefetch(vp + i * PAGE * sizeof(T) + line * 64, _MM_HINT_T1);
+        }
         for (int g = 0; g < G; ++g) {
           acc[g][0] = Kind<T>::dot(acc[g][0], kp + i * PAGE, q + g * d + i);
           acc[g][1] = Kind<T>::dot(acc[g][1], kp + (i + K) * PAGE, q + g * d + i + K);
@@ -361,14 +386,13 @@ struct Step {
 
 struct Team {
   std::vector<std::thread> threads; std::atomic<int> turn{0}, done{0}; std::atomic<bool> stop{false}; void (*work)(void*, int) = nullptr; void* arg = nullptr;
-  explicit Team(int n) {
+  const int size; const pid_t process = getpid();
+  explicit Team(int n) : size(n) {
     for (int id = 1; id < n; ++id) threads.emplace_back([this, id] {
       int seen = 0;
       for (;;) {
-        int spins = 0;
-        while (turn.load(std::memory_order_acquire) == seen && !stop.load()) {
-          if (++spins < 4000) _mm_pause(); else if (spins < 4200) std::this_thread::yield(); else std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
+        for (int spins = 0; turn.load(std::memory_order_acquire) == seen; ++spins)
+          if (spins < 20000) _mm_pause(); else turn.wait(seen);
         if (stop.load()) return;
         seen = turn.load(std::memory_order_acquire);
         work(arg, id);
@@ -378,13 +402,21 @@ struct Team {
   }
   void run(void (*fn)(void*, int), void* a) {
     work = fn; arg = a; done.store(0, std::memory_order_relaxed);
-    turn.fetch_add(1, std::memory_order_release);
+    turn.fetch_add(1, std::memory_order_release); turn.notify_all();
     fn(a, 0);
     while (done.load(std::memory_order_acquire) < int(threads.size())) _mm_pause();
   }
-  ~Team() { stop.store(true); for (auto& t : threads) t.join(); }
+  ~Team() { stop.store(true); turn.fetch_add(1); turn.notify_all(); for (auto& t : threads) t.join(); }
 };
-Team* team(int n) { static Team* t = nullptr; static int size = 0; if (!t || size != n) { delete t; t = new Team(n); size = n; } return t; }
+
+// one piece of work at a time, by n threads; a forked process makes threads of its own
+void together(int n, void (*fn)(void*, int), void* arg) {
+  static std::mutex one; static Team* team = nullptr;
+  std::lock_guard<std::mutex> hold(one);
+  if (team && team->process != getpid()) team = nullptr;
+  if (!team || team->size != n) { delete team; team = new Team(n); }
+  team->run(fn, arg);
+}
 
 template <class T>
 void step(const Model& m, int rows, const int32_t* token, const int32_t* position, const int32_t* slot, const int32_t* table, int pages,
@@ -396,7 +428,7 @@ void step(const Model& m, int rows, const int32_t* token, const int32_t* positio
   s.qkv = p; p += int64_t(rows) * (s.q_width() + 2 * s.kv_width());
   s.attended = p; p += int64_t(rows) * s.q_width();
   s.act = p;
-  team(m.threads)->run([](void* a, int id) { ((Step<T>*)a)->run(id); }, &s);
+  together(m.threads, [](void* a, int id) { ((Step<T>*)a)->run(id); }, &s);
 }
 
 template <class T> void pack(const T* w, int out, int in, T* to, int from, int until) {
@@ -412,12 +444,108 @@ template <class T> void pack(const T* w, int out, int in, T* to, int from, int u
   }
 }
 
+struct Draw {
+  const float* logits; int vocab; float temperature; int top_k; float top_p, min_p; const double* uniform; int32_t* token; float* logp; int rows, threads;
+
+  struct Row {                                 // logits of a row, the largest taken off, over the temperature
+    const float* z; int n; __m512 top, inverse;
+    __m512 raw(int i) const { return i + 16 <= n ? _mm512_loadu_ps(z + i) : _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), __mmask16((1u << (n - i)) - 1), z + i); }
+    __m512 scaled(int i) const { return _mm512_mul_ps(_mm512_sub_ps(raw(i), top), inverse); }
+  };
+  void one(int r) const {
+    Row row{logits + int64_t(r) * vocab, vocab, _mm512_set1_ps(-INFINITY), _mm512_set1_ps(1.0f)};
+    __mmask16 nan = 0; __m512 top = row.top;
+    for (int i = 0; i < vocab; i += 16) { __m512 v = row.raw(i); nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); top = _mm512_max_ps(top, v); }
+    const float most = _mm512_reduce_max_ps(top);
+    logp[r] = 0; token[r] = -1;
+    if (nan || !std::isfinite(most)) return;
+    if (temperature == 0) { int best = 0; while (row.z[best] != most) ++best; token[r] = best; return; }
+    row.top = _mm512_set1_ps(most); row.inverse = _mm512_set1_ps(1.0f / temperature);
+    if (top_k > 0 || top_p < 1 || min_p > 0) filtered(r, row); else plain(r, row);
+  }
+
+  void plain(int r, const Row& row) const {
+    const int n = vocab, blocks = (n + 255) / 256;
+    std::vector<double> mass(blocks);
+    double all = 0;
+    for (int k = 0; k < blocks; ++k) {
+      __m512 s = _mm512_setzero_ps();
+      for (int i = k * 256; i < std::min(n, k * 256 + 256); i += 16) s = _mm512_add_ps(s, exp16(row.scaled(i)));
+      mass[k] = _mm512_reduce_add_ps(s); all += mass[k];
+    }
+    double goal = uniform[r] * all, before = 0; int k = 0;
+    while (k + 1 < blocks && before + mass[k] <= goal) before += mass[k++];
+    int chosen = -1; double upto = before; float best = -1; int likely = k * 256;
+    for (int i = k * 256; i < std::min(n, k * 256 + 256) && chosen < 0; i += 16) {
+      float w[16]; _mm512_storeu_ps(w, exp16(row.scaled(i)));
+      for (int j = 0; j < 16 && i + j < n; ++j) {
+        if (w[j] > best) { best = w[j]; likely = i + j; }
+        upto += w[j];
+        if (upto > goal && w[j] > 0) { chosen = i + j; break; }
+      }
+    }
+    if (chosen < 0) chosen = likely;           // the goal fell behind the block's last token by rounding
+    token[r] = chosen;
+    logp[r] = float((double(row.z[chosen]) - _mm512_cvtss_f32(row.top)) / temperature - std::log(all));
+  }
+
+  struct Seen { float x; int at; float mass; };
+
+  // those within `reach` of the largest, in order of the vocabulary
+  std::vector<Seen> near(const Row& row, float reach) const {
+    std::vector<Seen> found;
+    for (int i = 0; i < vocab; i += 16) {
+      __m512 x = row.scaled(i);
+      __mmask16 in = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-reach), _CMP_GE_OQ);
+      if (!in) continue;
+      float v[16], w[16]; _mm512_storeu_ps(v, x); _mm512_storeu_ps(w, exp16(x));
+      for (; in; in &= in - 1) { const int j = __builtin_ctz(in); found.push_back({v[j], i + j, w[j]}); }
+    }
+    return found;
+  }
+
+  void filtered(int r, const Row& row) const {
+    double all = 0;
+    if (top_p < 1 && top_k == 0)
+      for (int i = 0; i < vocab; i += 16) all += _mm512_reduce_add_ps(exp16(row.scaled(i)));
+    std::vector<Seen> kept;
+    for (float reach = 8; ; reach = reach < 80 ? reach * 2 : INFINITY) {
+      kept = near(row, reach);
+      const bool whole = !(reach < 80);
+      if (top_k > 0 && int(kept.size()) < std::min(top_k, vocab) && !whole) continue;
+      std::sort(kept.begin(), kept.end(), [](const Seen& a, const Seen& b) { return a.x > b.x || (a.x == b.x && a.at < b.at); });
+      if (top_k > 0 && top_k < int(kept.size())) {
+        size_t end = top_k;
+        while (end < kept.size() && kept[end].x == kept[top_k - 1].x) ++end;
+        kept.resize(end);
+      }
+      if (top_p < 1) {
+        double of = all;
+        if (top_k > 0) { of = 0; for (auto& s : kept) of += s.mass; }
+        double before = 0; size_t end = 0;
+        while (end < kept.size() && before < double(top_p) * of) before += kept[end++].mass;
+        if (end == kept.size() && before < double(top_p) * of && top_k == 0 && !whole) continue;
+        kept.resize(end);
+      } else if (top_k == 0 && min_p > 0 && -std::log(min_p) > reach && !whole) continue;
+      break;
+    }
+    if (min_p > 0) { const float floor = std::log(min_p); while (kept.size() > 1 && kept.back().x < floor) kept.pop_back(); }
+    std::sort(kept.begin(), kept.end(), [](const Seen& a, const Seen& b) { return a.at < b.at; });
+    double sum = 0;
+    for (auto& s : kept) sum += s.mass;
+    const double goal = uniform[r] * sum; double upto = 0; const Seen* chosen = nullptr;
+    for (auto& s : kept) { upto += s.mass; if (s.mass > 0) chosen = &s; if (upto > goal && s.mass > 0) break; }
+    token[r] = chosen->at;
+    logp[r] = float((double(row.z[chosen->at]) - _mm512_cvtss_f32(row.top)) / temperature - std::log(sum));
+  }
+};
+
 }  // namespace
 
 extern "C" {
 void burnish_pack(const void* w, int out, int in, int is_bf16, void* to, int threads) {
   struct P { const void* w; int out, in, is_bf16; void* to; int threads; } p{w, out, in, is_bf16, to, threads};
-  team(threads)->run([](void* arg, int id) {
+  together(threads, [](void* arg, int id) {
     P& p = *(P*)arg; int a, b;
     Step<float>::share((p.out + 15) / 16, id, p.threads, a, b);
     if (p.is_bf16) pack<bf16>((const bf16*)p.w, p.out, p.in, (bf16*)p.to, a, b); else pack<float>((const float*)p.w, p.out, p.in, (float*)p.to, a, b);
@@ -428,50 +556,15 @@ void burnish_step(const Model* m, int rows, const int32_t* token, const int32_t*
   if (m->is_bf16) step<bf16>(*m, rows, token, position, slot, table, pages, (bf16*)keys, (bf16*)values, num_pages, (bf16*)work, logits, wanted, num_wanted);
   else step<float>(*m, rows, token, position, slot, table, pages, (float*)keys, (float*)values, num_pages, (float*)work, logits, wanted, num_wanted);
 }
-// one token a row by the inverse of the cumulative distribution; -1 where a row is not usable. temperature 0: the most probable one
-void burnish_draw(int threads, const float* logits, int rows, int vocab, float temperature, const double* uniform, int32_t* token, float* logp) {
-  struct D { int threads; const float* logits; int rows, vocab; float temperature; const double* uniform; int32_t* token; float* logp; };
-  D d{threads, logits, rows, vocab, temperature, uniform, token, logp};
-  team(threads)->run([](void* arg, int id) {
-    D& d = *(D*)arg; int a, b;
+// one token a row by the inverse of the cumulative distribution; -1 where a row is not usable. temperature 0: the most probable one.
+// top_k, top_p, min_p leave tokens out as models.logprobs.sampling_logits does, without ordering the whole vocabulary
+void burnish_draw(int threads, const float* logits, int rows, int vocab, float temperature, int top_k, float top_p, float min_p,
+                  const double* uniform, int32_t* token, float* logp) {
+  Draw d{logits, vocab, temperature, top_k, top_p, min_p, uniform, token, logp, rows, threads};
+  together(threads, [](void* arg, int id) {
+    const Draw& d = *(const Draw*)arg; int a, b;
     Step<float>::share(d.rows, id, d.threads, a, b);
-    const int n = d.vocab, blocks = (n + 255) / 256;
-    std::vector<double> mass(blocks);
-    const __m512 none = _mm512_set1_ps(-INFINITY);
-    for (int r = a; r < b; ++r) {
-      const float* z = d.logits + int64_t(r) * n;
-      auto load = [&](int i) { return i + 16 <= n ? _mm512_loadu_ps(z + i) : _mm512_mask_loadu_ps(none, __mmask16((1u << (n - i)) - 1), z + i); };
-      __m512 top = none; __mmask16 nan = 0;
-      for (int i = 0; i < n; i += 16) { __m512 v = load(i); nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); top = _mm512_max_ps(top, v); }
-      float mx = _mm512_reduce_max_ps(top);
-      if (nan || !std::isfinite(mx)) { d.token[r] = -1; d.logp[r] = 0; continue; }
-      if (d.temperature == 0) {
-        int best = 0; while (z[best] != mx) ++best;
-        d.token[r] = best; d.logp[r] = 0; continue;
-      }
-      const __m512 m = _mm512_set1_ps(mx), it = _mm512_set1_ps(1.0f / d.temperature);
-      auto weight = [&](int i) { return exp16(_mm512_mul_ps(_mm512_sub_ps(load(i), m), it)); };
-      double all = 0;
-      for (int k = 0; k < blocks; ++k) {
-        __m512 s = _mm512_setzero_ps();
-        for (int i = k * 256; i < std::min(n, k * 256 + 256); i += 16) s = _mm512_add_ps(s, weight(i));
-        mass[k] = _mm512_reduce_add_ps(s); all += mass[k];
-      }
-      double goal = d.uniform[r] * all, before = 0; int k = 0;
-      while (k + 1 < blocks && before + mass[k] <= goal) before += mass[k++];
-      int chosen = -1; double upto = before; float best = -1; int likely = k * 256;
-      for (int i = k * 256; i < std::min(n, k * 256 + 256) && chosen < 0; i += 16) {
-        float w[16]; _mm512_storeu_ps(w, weight(i));
-        for (int j = 0; j < 16 && i + j < n; ++j) {
-          if (w[j] > best) { best = w[j]; likely = i + j; }
-          upto += w[j];
-          if (upto > goal && w[j] > 0) { chosen = i + j; break; }
-        }
-      }
-      if (chosen < 0) chosen = likely;              // the goal fell behind the block's last token by rounding
-      d.token[r] = chosen;
-      d.logp[r] = float(double(z[chosen] - mx) / d.temperature - std::log(all));
-    }
+    for (int r = a; r < b; ++r) d.one(r);
   }, &d);
 }
 // a page of one layer after another, of keys and of values
@@ -486,7 +579,7 @@ void burnish_copy_page(const Model* m, void* keys, void* values, int64_t num_pag
 // the products alone, for measuring: each of the model's shapes once over `rows` rows
 void burnish_products(const Model* m, int rows, void* work, float* logits) {
   struct P { const Model& m; int rows; bf16* x; float* logits; Barrier barrier; } p{*m, rows, (bf16*)work, logits, {m->threads}};
-  team(m->threads)->run([](void* arg, int id) {
+  together(m->threads, [](void* arg, int id) {
     P& p = *(P*)arg; const Model& m = p.m; int n = m.threads, a, b;
     int qw = m.heads * m.head_dim, all = qw + 2 * m.kv_heads * m.head_dim;
     bf16* y = p.x + int64_t(p.rows) * std::max(m.inner, std::max(m.width, qw));

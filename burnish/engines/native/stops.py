@@ -9,10 +9,11 @@ from typing import Any
 class Stops:
     """Decides after each token. `end_token_ids` are ids; `stop` are texts, found wherever token borders lie."""
 
-    def __init__(self, tokenizer: Any, *, end_token_ids: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, *, end_token_ids: Sequence[int], stop: Sequence[str], min_new_tokens: int = 0) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.stop = tuple(stop)
+        self.min_new_tokens = min_new_tokens
         self.last_chars = {s[-1] for s in stop}
         self.window = max((len(s.encode()) for s in stop), default=0) + 8
         self.can_complete: dict[int, bool] = {}
@@ -20,12 +21,15 @@ class Stops:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def after(self, tokens: Sequence[int]) -> str | None:
-        """Why the turn ends after these tokens of the policy, or None. The last token is the new one."""
+    def after(self, tokens: Sequence[int], start: int = 0) -> str | None:
+        """Why the turn that began at `start` ends after these tokens, or None. The last token is the new one."""
+        first = start + self.min_new_tokens
+        if len(tokens) <= first:
+            return None
         if tokens[-1] in self.end_token_ids:
             return "end_token"
         if self.stop and self._may_complete(tokens[-1]):
-            tail = self.decode(tokens[-self.window :])
+            tail = self.decode(tokens[max(len(tokens) - self.window, first) :])
             if any(s in tail for s in self.stop):
                 return "stop_string"
         return None
@@ -36,7 +40,8 @@ class Stops:
             return self.decode(tokens[:-1])
         text = self.decode(tokens)
         if reason == "stop_string":
-            cut = min((at for s in self.stop if (at := text.find(s)) >= 0), default=len(text))
+            start = len(self.decode(tokens[: self.min_new_tokens])) if self.min_new_tokens else 0
+            cut = min((at for s in self.stop if (at := text.find(s, start)) >= 0), default=len(text))
             return text[:cut]
         return text
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from burnish.config import Sampling
 from burnish.engines.base import EngineError
 from burnish.engines.native.pages import PAGE_TOKENS
-from burnish.engines.native.sampler import MIN_ROWS
+from burnish.engines.native.sampler import MIN_ROWS, draw
 from burnish.engines.native.scheduler import Rows
 from burnish.models.policy import Policy
 
@@ -48,6 +49,14 @@ class PagedCache(Cache):
             seen.append(held.transpose(1, 2).flatten(2, 3))
         return seen[0], seen[1]
 
+    def grow(self, num_pages: int) -> None:
+        """More pages; what is in them stays."""
+        for blocks in (self.keys, self.values):
+            for i, old in enumerate(blocks):
+                blocks[i] = old.new_zeros(num_pages + 1, *old.shape[1:])
+                blocks[i][: self.num_pages] = old[: self.num_pages]
+        self.num_pages = num_pages
+
     def copy_page(self, source: int, target: int) -> None:
         for block in (*self.keys, *self.values):
             block[target] = block[source]
@@ -68,14 +77,14 @@ class PagedCache(Cache):
 
 
 class TorchRunner:
-    """Runs the newest tokens of all sequences in one forward, and each prompt in one of its own, so that its numbers do not depend on
-    what else is being sampled. There is no second copy of the weights.
+    """Runs the newest tokens of all sequences in one forward. With batch_invariant each prompt has one of its own, so that its numbers do
+    not depend on what else is being sampled; else pieces of equal length go together. There is no second copy of the weights.
     """
 
     row_exact = False              # the rounding of a matrix product may depend on how many rows it has
 
-    def __init__(self, policy: Policy, *, context_tokens: int) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, *, batch_invariant: bool) -> None:
+        self.policy, self.batch_invariant = policy, batch_invariant
         self.windows = _windows(policy.config.get_text_config())
         self.cache: PagedCache | None = None
 
@@ -83,8 +92,10 @@ class TorchRunner:
         """The module is the one that is trained: its weights are there already."""
 
     def reserve(self, *, num_pages: int, rows: int) -> None:
-        if self.cache is None or self.cache.num_pages != num_pages:
+        if self.cache is None:
             self.cache = PagedCache(num_pages)
+        elif self.cache.num_pages != num_pages:
+            self.cache.grow(num_pages)
 
     def copy_page(self, source: int, target: int) -> None:
         self.cache.copy_page(source, target)
@@ -92,29 +103,53 @@ class TorchRunner:
     def clear_page(self, page: int) -> None:
         self.cache.clear_page(page)
 
-    def step(self, rows: Rows, table: np.ndarray) -> Tensor:
-        """Writes the rows into the cache and returns the logits of the last rows. -> [L,V] float32"""
-        starts = np.flatnonzero(np.diff(rows.slot, prepend=-1))
-        sizes = np.diff(starts, append=len(rows.slot))
-        wanted = {int(row): place for place, row in enumerate(rows.last)}
-        hidden: dict[int, Tensor] = {}
-        single = [int(start) for start, size in zip(starts, sizes, strict=True) if size == 1]
-        if single:
-            for row, one in zip(single, self._forward(rows, [[row] for row in single], table), strict=True):
-                hidden[row] = one[-1]
-        for start, size in zip(starts, sizes, strict=True):
-            if size > 1:
-                (one,) = self._forward(rows, [range(int(start), int(start + size))], table)
-                if (row := int(start + size - 1)) in wanted:
-                    hidden[row] = one[-1]
-        if not wanted:
-            return torch.zeros(0, self.policy.config.get_text_config().vocab_size)
-        last = torch.stack([hidden[int(row)] for row in rows.last])
-        if len(last) < MIN_ROWS:
-            last = torch.cat([last, last[-1:].expand(MIN_ROWS - len(last), -1)])
-        return self.policy.logits(last)[: len(rows.last)]
+    def draw(self, logits_NV: Tensor, uniform_N: np.ndarray, sampling: Sampling) -> tuple[list[int], list[float]]:
+        token_N, logp_N = draw(logits_NV, uniform_N, sampling)
+        both = torch.stack([token_N.double(), logp_N.double()]).tolist()     # one copy from the device
+        return [int(token) for token in both[0]], both[1]
 
-    def _forward(self, rows: Rows, parts: list[Any], table: np.ndarray) -> list[Tensor]:
+    def step(self, rows: Rows, table: np.ndarray) -> Tensor:
+        """Writes the rows into the cache and returns the logits of the last rows. -> [L,V] float32. In eval mode meanwhile."""
+        module = self.policy.module
+        training = module.training
+        if training:
+            module.eval()
+        try:
+            return self._step(rows, table)
+        finally:
+            if training:
+                module.train()
+
+    def _step(self, rows: Rows, table: np.ndarray) -> Tensor:
+        if not len(rows.last):
+            for part in self._parts(rows):
+                self._forward(rows, part, table)
+            return torch.zeros(0, self.policy.config.get_text_config().vocab_size)
+        hidden, order = [], []
+        last = set(rows.last.tolist())
+        for part in self._parts(rows):
+            for at, hidden_TD in zip(part, self._forward(rows, part, table), strict=True):
+                chosen = [i for i, row in enumerate(at) if row in last]
+                if chosen:
+                    hidden.append(hidden_TD[chosen])
+                    order += [at[i] for i in chosen]
+        place = {row: i for i, row in enumerate(order)}
+        hidden_LD = torch.cat(hidden)[[place[row] for row in rows.last.tolist()]]
+        if len(hidden_LD) < MIN_ROWS:
+            hidden_LD = torch.cat([hidden_LD, hidden_LD[-1:].expand(MIN_ROWS - len(hidden_LD), -1)])
+        return self.policy.logits(hidden_LD)[: len(rows.last)]
+
+    def _parts(self, rows: Rows) -> list[list[range]]:
+        """Rows of one forward each: as many of each sequence."""
+        starts = np.flatnonzero(np.diff(rows.slot, prepend=-1)).tolist()
+        pieces = [range(start, end) for start, end in zip(starts, [*starts[1:], len(rows.slot)], strict=True)]
+        alike: dict[int, list[range]] = {}
+        for piece in pieces:
+            key = len(piece) if len(piece) == 1 or not self.batch_invariant else -piece.start
+            alike.setdefault(key, []).append(piece)
+        return list(alike.values())
+
+    def _forward(self, rows: Rows, parts: list[range], table: np.ndarray) -> list[Tensor]:
         """Rows of several sequences, as many of each, through the body. -> [T,D] each"""
         device, count, length = self.policy.device, len(parts), len(parts[0])
         fill = max(MIN_ROWS - count, 0) if length == 1 else 0
