@@ -219,16 +219,29 @@ def test_special_tokens_and_padding_are_never_allowed():
     assert allowed(state) == may
 
 
+def test_a_grammar_cannot_ask_for_a_special_token_by_its_number():
+    state = guide_of(TOKENIZERS["letters"], grammar='start: "a" (<[0]> | "b")').start()
+    write(state, "a")
+    assert allowed(state) == set(TOKENIZERS["letters"].encode("b"))
+    with pytest.raises(GuideError, match="not allowed"):
+        state.take(0)
+
+
 def test_an_end_token_that_is_a_text_ends_and_stands_for_nothing_else():
     tokenizer = TOKENIZERS["letters"]
-    line = tokenizer.convert_tokens_to_ids("\n")
-    state = Guide(tokenizer, vocab_size=len(tokenizer), end_token_ids=[line, 1], regex=r"a\s?b*").start()
+    a, line = tokenizer.encode("a\n")
+    state = Guide(tokenizer, vocab_size=len(tokenizer), end_token_ids=[line, 1], regex=r"\n?a\s?b*").start()
+    assert allowed(state) == {a}
+    for end in (line, 1):
+        with pytest.raises(GuideError, match="not allowed"):
+            state.take(end)
     write(state, "a")
     assert {1, line} <= allowed(state)
     state.take(line)
-    assert state.finished
-    with pytest.raises(GuideError, match="not allowed"):
-        state.take(line)
+    assert state.finished and allowed(state) == {1, line}
+    for token in (line, 1, *tokenizer.encode("b")):
+        with pytest.raises(GuideError, match="not allowed"):
+            state.take(token)
 
 
 def test_back_and_copies():
@@ -257,11 +270,14 @@ def test_back_and_copies():
 def test_several_rows_at_once_and_a_dead_end_is_told():
     """This alphabet has no b: after the a nothing can come."""
     tokenizer = build_tokenizer("ac")
+    short = Guide(tokenizer, vocab_size=6, end_token_ids=[1], regex="ab?").start()
+    short.take(2)
+    assert short.finished and allowed(short) == {1}
     guide = Guide(tokenizer, vocab_size=6, end_token_ids=[1], regex="ab|c")
     stuck = guide.start()
     assert allowed(stuck) == {2, 3}
     stuck.take(2)
-    out = np.zeros((3, 6), dtype=bool)
+    out = np.eye(3, 6, dtype=bool)
     errors = allow_all([stuck, None, guide.start()], out)
     assert out.tolist() == [[False] * 6, [True] * 6, [False, False, True, True, False, False]]
     assert list(errors) == [0] and "after 'a' no token" in str(errors[0])
@@ -278,6 +294,14 @@ def test_blanks_in_json_have_an_end():
     tight = guide_of(TOKENIZERS["letters"], json_schema={**SCHEMA, "x-guidance": {"whitespace_flexible": False}}).start()
     write(tight, "{")
     assert allowed(tight) == set(TOKENIZERS["letters"].encode('"'))
+
+
+def test_a_property_has_one_spelling():
+    """Its name written with an escape would be another one to the library, and the same to json.loads."""
+    state = guide_of(TOKENIZERS["letters"], json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}).start()
+    write(state, '{"')
+    with pytest.raises(GuideError, match="not allowed"):
+        write(state, r"\u0061")
 
 
 @pytest.mark.parametrize(("what", "told"), [
@@ -298,6 +322,9 @@ def test_blanks_in_json_have_an_end():
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "minimum"),
     ({"json_schema": {"enum": [float("nan")]}}, "is not JSON"),
     ({"json_schema": ["a"]}, "is a mapping"),
+    ({"json_schema": {"type": "object", "propertys": {}}}, "has no keyword propertys; did you mean 'properties'"),
+    ({"json_schema": {"properties": {"a": {"anyOf": [{}, {"requird": ["b"]}]}}}}, r"properties\.a\.anyOf\.1\.requird; did you mean 'req"),
+    ({"json_schema": {"items": {"nullable": True}}}, "no keyword items.nullable"),
     ({"json_schema": {"type": "string", "x-guidance": {"blanks": 1}}}, "unknown field `blanks`"),
 ], ids=str)
 def test_wrong_constraints_teach(what, told):

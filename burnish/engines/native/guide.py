@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from burnish.models.records import nearest
+
 BLANKS = r"[ \t\n\r]{1,20}"
 """Between the parts of JSON: any usual layout, but no blanks without end."""
+
+ESCAPES = '"\\bfnrt'
+"""In strings of JSON. With \\u a name of a property could be written in another way, past what the schema says of it."""
+
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties", "not", "if", "then", "else", "contains",
+                      "propertyNames", "unevaluatedItems", "unevaluatedProperties", "additionalItems"})
+_KEYWORDS = _SCHEMAS_BY_NAME | _SCHEMAS | {
+    "type", "enum", "const", "required", "minProperties", "maxProperties", "dependentRequired", "minItems", "maxItems", "uniqueItems",
+    "minContains", "maxContains", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "$ref", "$schema", "$id", "id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$vocabulary", "$comment",
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator",
+    "contentEncoding", "contentMediaType", "contentSchema",
+}
 
 _FREE = '%llguidance {"no_forcing": true}\n'    # else the library allows one way only of cutting a forced text into tokens
 _JOINED = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
@@ -176,15 +192,13 @@ def token_bytes(tokenizer: Any, vocab_size: int, end_token_ids: Collection[int])
     replaced += [(s["replacement"], " ") for s in steps if s["type"] == "Metaspace"]
     if not (kinds == {"ByteLevel"} or (kinds <= _JOINED and all(old for old, _ in replaced))):
         raise GuideError(f"guides do not know a tokenizer that decodes with {sorted(kinds)}; GPT-2's (ByteLevel) and SentencePiece's work")
-    added = tokenizer.added_tokens_decoder
-    silent = {*tokenizer.all_special_ids, *end_token_ids, *(i for i, token in added.items() if token.special)}
+    special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    silent = {*tokenizer.all_special_ids, *end_token_ids, *special}
     found = [b""] * vocab_size
     for piece, i in tokenizer.get_vocab().items():
         if i >= vocab_size or i in silent:
             continue
-        if i in added:
-            found[i] = piece.encode()
-        elif "ByteLevel" in kinds:
+        if "ByteLevel" in kinds:
             found[i] = _bytes_of(piece)
         elif "ByteFallback" in kinds and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             found[i] = bytes([int(piece[3:5], 16)])
@@ -235,7 +249,10 @@ def _compile(texts: Sequence[bytes], kind: str, value: Any) -> Any:
     if kind == "json_schema":
         if not isinstance(value, Mapping):
             raise GuideError(f"guide.json_schema is a mapping, as {{type: object, properties: ...}}; found {value!r}")
-        options = dict(value.get("x-guidance") or {})
+        if unknown := list(_unknown_keywords(value)):
+            hint = nearest(unknown[0].rpartition(".")[2], _KEYWORDS)
+            raise GuideError(f"guide.json_schema: JSON Schema has no keyword {', '.join(unknown)}{hint}; remove it, or name it x-...")
+        options = {"json_allowed_escapes": ESCAPES, **(value.get("x-guidance") or {})}
         if not {"whitespace_pattern", "whitespace_flexible"} & options.keys():
             options["whitespace_pattern"] = BLANKS
         try:
@@ -260,6 +277,20 @@ def _compile(texts: Sequence[bytes], kind: str, value: Any) -> Any:
         if error := matcher.validate_grammar(text, vocabulary, limits=quiet):
             raise GuideError(f"guide.{kind} cannot be used: {_message(error)}\n{help_}")
     return matcher(vocabulary, free, log_level=0, limits=quiet)
+
+
+def _unknown_keywords(schema: Any, path: str = "") -> Iterator[str]:
+    """Those that would be passed over in silence, as misspelt ones are."""
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        here = f"{path}.{key}".lstrip(".")
+        if key not in _KEYWORDS and not str(key).startswith("x-"):
+            yield here
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from _unknown_keywords(inner, f"{here}.{name}")
+        elif key in _SCHEMAS:
+            for place, inner in enumerate(value) if isinstance(value, list | tuple) else (("", value),):
+                yield from _unknown_keywords(inner, f"{here}.{place}".rstrip("."))
 
 
 def _message(error: str) -> str:
