@@ -10,6 +10,7 @@ from burnish.api.session import Session
 from burnish.chat.template import encode_answer, end_token_ids
 from burnish.data.tasks import Cursor
 from burnish.loops import AnswersRecord, answers
+from burnish.trainer.state import publish
 from burnish.types import Batch, Example, Prompt, Row
 
 
@@ -52,7 +53,7 @@ class Answers:
 
     def _tap(self, record: AnswersRecord) -> None:
         if self.session.engine is not None:
-            self.session.engine.load(self.session.state.version)
+            publish(self.session.state, self.session.engine)
         self.session.end_step(record.step, record.metrics, partial(self._rates, record))
 
     def _rates(self, record: AnswersRecord, times: Mapping[str, float]) -> dict[str, float]:

@@ -16,11 +16,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from burnish import __version__, checkpoint
-from burnish.chat.template import end_token_ids
+from burnish.chat.template import by_ids, end_token_ids
 from burnish.checkpoint.claim import FolderError
 from burnish.config import Environment, Sampling, Settings
 from burnish.data.tasks import Cursor
-from burnish.engines.native import NativeEngine
 from burnish.evaluate.compare import compare
 from burnish.evaluate.run import Evaluation, evaluate, success_of
 from burnish.models.export import export
@@ -30,8 +29,10 @@ from burnish.monitor.live import Live
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.monitor.writer import MetricsWriter, read_metrics, write_atomic
 from burnish.plan.preflight import ROOMS, Checked, environments
+from burnish.plan.references import ENGINE_ARGS
 from burnish.rewards.pool import Norm, Reading, RewardPool, reward_name
 from burnish.trainer import TrainState, make_state, schedule
+from burnish.trainer.state import publish
 from burnish.types import Group, Rollout, Scored
 
 Rates = Callable[[Mapping[str, float]], dict[str, float]]
@@ -119,9 +120,13 @@ class Session:
             self.state = self.add_state("policy", self.loaded, kind=self._kind)
             self.engine = None
             if s.loop != "reward_model":
-                self.engine = NativeEngine(
-                    self.state.policy, self.loaded.tokenizer, context_tokens=self.loaded.context_tokens, slots=s.train.slots
+                make = s.engine.bind(provided=ENGINE_ARGS, room=ROOMS["engine"])
+                self.engine = make(
+                    policy=self.state.policy, tokenizer=self.loaded.tokenizer, context_tokens=self.loaded.context_tokens
                 )
+                self.stack.callback(self.engine.close)
+                if s.samples:                    # the trainer scores by ids
+                    self.settings = s.model_copy(update={"sampling": by_ids(s.sampling, self.loaded.tokenizer)})
             if self.checked.held_out_tasks:
                 self.measures.append(self._evaluate)
             self.method = self._make_method(self)
@@ -283,7 +288,7 @@ class Session:
             for key, value in saved["controls"][name].items():
                 setattr(control, key, value)
         if self.engine is not None:
-            self.engine.load(self.state.version)
+            publish(self.state, self.engine)
         self.live.note(f"resumed from {self.saved.folder}")
 
     # beginning and end

@@ -74,8 +74,6 @@ class Sampling(Strict):
     """Logits of tokens that stand in the sequence already, prompt included, are divided by it where positive, else multiplied."""
     guide: Guide | None = None
     """What the text must look like; in evaluate.sampling and in serving."""
-    also_in_training: tuple[Literal["repetition_penalty", "min_new_tokens"], ...] = ()
-    """These change what the policy is between training and use, so in `sampling` they are refused unless they are named here."""
 
     @model_validator(mode="after")
     def _stops_are_texts(self) -> Sampling:
@@ -95,8 +93,6 @@ class Sampling(Strict):
     def _fits_its_own_length(self) -> Sampling:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens {self.max_new_tokens}")
-        if unused := [name for name in self.also_in_training if getattr(self, name) == type(self).model_fields[name].default]:
-            raise ValueError(f"also_in_training names {unused[0]}, which is not set")
         if both := [token for token in self.logit_bias if token in self.banned_tokens]:
             raise ValueError(f"{both[0]!r} stands in logit_bias and in banned_tokens; remove one")
         if bad := [token for token, value in self.logit_bias.items() if not math.isfinite(value)]:
@@ -215,8 +211,8 @@ class Train(Strict):
     LoRA's dropout leaves out."""
     max_skipped_updates: PositiveInt = 3
     """Stop the run after this many updates in a row with a loss or gradient that is not finite."""
-    slots: PositiveInt = 64
-    """Sequences that the native engine decodes side by side."""
+    allow_in_sampling: tuple[Literal["repetition_penalty", "min_new_tokens"], ...] = ()
+    """With these the policy that is trained is not the one that is used, so `sampling` may have them only where they are named here."""
 
 
 class Optim(Strict):

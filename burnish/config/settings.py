@@ -63,6 +63,8 @@ class Settings(Strict):
     """In place of tasks, env and rewards: several, each with its own."""
     data: Data | None = None
     sampling: Sampling = Sampling()
+    engine: RefField = Ref("native")
+    """What draws the answers. Short names: burnish.engines.named."""
     algo: Algo | None = None
     """In loop sync, none and no other method: the defaults of this section."""
     critic: Critic | None = None
@@ -90,6 +92,10 @@ class Settings(Strict):
             object.__setattr__(self, *own)
         _one_method(self)
         _sources(self)
+        if self.samples:
+            _only_what_is_used(self)
+        elif self.train.allow_in_sampling:
+            raise ValueError("train.allow_in_sampling does nothing where training draws no answers; remove it")
         if self.loop == "sync":
             if self.sampling.temperature == 0:
                 raise ValueError("sampling.temperature 0 draws the same sample each time, so nothing can be learned; use 1.0")
@@ -101,6 +107,21 @@ class Settings(Strict):
             if len(set(names)) != len(names):
                 raise ValueError(f"the same reward stands twice in {place}: {names}; give one of them a name")
         return self
+
+
+def _only_what_is_used(s: Settings) -> None:
+    """What shapes the samples of training and is not there when the policy is used."""
+    allowed = s.train.allow_in_sampling
+    for name in ("repetition_penalty", "min_new_tokens"):
+        is_set = getattr(s.sampling, name) != Sampling.model_fields[name].default
+        if is_set and name not in allowed:
+            raise ValueError(f"sampling.{name} trains another policy than the one that is used without it; to train so all the same, "
+                             f"write train.allow_in_sampling: [{name}]")
+        if name in allowed and not is_set:
+            raise ValueError(f"train.allow_in_sampling names {name}, which sampling does not set; remove it")
+    if s.sampling.guide is not None:
+        raise ValueError("sampling.guide leaves tokens out that the trainer cannot know of, so log-probs would be wrong; use it in "
+                         "evaluate.sampling and in serving, and in training a reward for the format")
 
 
 def _units(s: Settings) -> tuple[int, str]:
@@ -191,8 +212,8 @@ def _sources(s: Settings) -> None:
 def _no_tasks(s: Settings) -> None:
     """What only the answers to held-out tasks read."""
     idle = {"env": s.env, "evaluate.samples_per_task": s.evaluate.samples_per_task, "evaluate.success_reward": s.evaluate.success_reward,
-            **({} if s.samples else {"train.slots": s.train.slots})}
-    sections = {"evaluate": Evaluate, "train": Train}
+            **({} if s.samples else {"engine": s.engine})}
+    sections = {"evaluate": Evaluate}
     for name, value in idle.items():
         section, _, field = name.rpartition(".")
         if value != sections.get(section, Settings).model_fields[field].default:

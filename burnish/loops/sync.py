@@ -9,7 +9,7 @@ from typing import Protocol
 
 from burnish.engines.base import Engine
 from burnish.rollout.gather import Gathered
-from burnish.trainer.state import TrainState
+from burnish.trainer.state import TrainState, publish
 from burnish.types import Batch
 
 
@@ -47,7 +47,7 @@ def sync(
         with clock.phase("train"):
             batch = assemble(gathered)
             metrics = update(batch)
-        engine.load(state.version)
+        publish(state, engine)
         state.step += 1
         for tap in taps:
             tap(StepRecord(state.step, gathered, batch, metrics))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from burnish.chat.template import encode_answer, encode_prompt, end_token_ids
+from burnish.chat.template import by_ids, encode_answer, encode_prompt
 from burnish.config import Environment, Sampling, Settings
 from burnish.config.errors import SettingsError
 from burnish.data.answers import TEXTS, split_answers
 from burnish.data.tasks import Split, canonical, digest, split
+from burnish.engines.native.guide import Guide, GuideError
 from burnish.models.load import Facts, ModelError, load_tokenizer
 from burnish.models.load import inspect as inspect_model
 from burnish.plan.preferences import learns_from_single, problems_of_preference
@@ -185,7 +186,7 @@ def _fit(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: 
             yield f"sampling.end_tokens: {model.source} names no end token; name the tokens that end a turn"
     else:
         for name, sampling in ends.items():
-            yield from _end_tokens(name, sampling, tokenizer)
+            yield from _tokens(name, sampling, tokenizer)
         try:
             longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in _some(prompts, _chars))
         except ValueError as error:
@@ -204,11 +205,16 @@ def _fit(s: Settings, tasks: Mapping[str, Split], answers: Split | None, model: 
             )
 
 
-def _end_tokens(name: str, sampling: Sampling, tokenizer: Any) -> Iterator[str]:
+def _tokens(name: str, sampling: Sampling, tokenizer: Any) -> Iterator[str]:
+    """Names of tokens that the vocabulary does not have, and a guide that it cannot follow."""
     try:
-        end_token_ids(tokenizer, sampling.end_tokens)
+        ends = by_ids(sampling, tokenizer).end_tokens
+        if sampling.guide is not None:
+            Guide(tokenizer, vocab_size=len(tokenizer), end_token_ids=ends, **sampling.guide.model_dump(exclude_none=True))
+    except GuideError as error:
+        yield f"{name}.{error}"
     except ValueError as error:
-        yield str(error).replace("sampling.end_tokens", f"{name}.end_tokens")
+        yield str(error).replace("sampling.", f"{name}.", 1)
 
 
 def _written(s: Settings, items: Sequence[Any], tokenizer: Any, model: Facts) -> Iterator[str]:

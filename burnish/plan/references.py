@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from burnish.config import Algo, Reward, Settings
+from burnish.engines.base import Abilities, EngineError, check_sampling
 from burnish.ref import Ref, RefError, check_signature, parameters
 from burnish.rewards.call import bind as bind_reward
 from burnish.rewards.pool import reward_name
@@ -27,11 +28,12 @@ ROOMS = {
     "sft.reduce": "burnish.algorithms.reduce", "preference.losses": "burnish.algorithms.preference_losses",
     "reward_model.loss": "burnish.algorithms.reward_losses", "reward_model.reduce": "burnish.algorithms.reduce",
     "distill.divergence": "burnish.algorithms.divergences", "distill.reduce": "burnish.algorithms.reduce",
-    "data.source": "burnish.data.answers",
+    "data.source": "burnish.data.answers", "engine": "burnish.engines.named",
     "env": "burnish.envs", "tasks.source": "burnish.data.sources", "monitor.sinks": "burnish.monitor.sinks",
     "rewards.normalize": "burnish.algorithms.running",
 }
 """Where the short names of a setting lead."""
+ENGINE_ARGS = ("policy", "tokenizer", "context_tokens")
 PACKAGE = str(Path(__file__).parents[1])
 DIVERGENCE_ARGS = ("logits_cur", "logits_teach", "temperature")
 """What a divergence from a teacher is called with."""
@@ -59,6 +61,7 @@ def problems_of_references(s: Settings) -> Iterator[str]:
         yield from _reduce("distill.reduce", s.distill.reduce)
     for place, env in (("env", s.env), *((f"environments.{i}.env", e.env) for i, e in enumerate(s.environments))):
         yield from _env(place, env)
+    yield from _engine(s)
     for i, sink in enumerate(s.monitor.sinks):
         yield from _sink(f"monitor.sinks.{i}", sink)
     yield from _rewards("rewards", s.rewards)
@@ -294,6 +297,27 @@ def _sink(place: str, ref: Ref) -> Iterator[str]:
             ref.bind(room=ROOMS["monitor.sinks"])()
         except Exception as error:
             yield f"{place}: {raised(ref, error)}"
+
+
+def _engine(s: Settings) -> Iterator[str]:
+    """Whether the engine takes its values, and can do what the run asks of it."""
+    problems = list(part("engine", s.engine, ENGINE_ARGS))
+    yield from problems
+    abilities: Abilities | None = None if problems else getattr(s.engine.load(room=ROOMS["engine"]), "abilities", None)
+    if abilities is None:
+        return
+    if s.algo is not None and s.samples and not abilities.logprobs:
+        yield f"engine: {s.engine.path} does not tell the log-probs of what it draws, which a policy gradient needs; use native"
+    if not abilities.shares_weights and not abilities.publish:
+        yield f"engine: {s.engine.path} takes no new weights, so it would go on sampling from the first ones; use native"
+    if not abilities.shares_weights and s.model.lora is not None:
+        yield f"engine: {s.engine.path} has its own copy of the weights and takes whole ones, not the adapter of model.lora; use native"
+    used = {**({"sampling": s.sampling} if s.samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if s.rewards else {})}
+    for place, sampling in used.items():
+        try:
+            check_sampling(abilities, sampling, name=s.engine.path)
+        except EngineError as error:
+            yield str(error).replace("sampling.", f"{place}.", 1)
 
 
 def problems_of_pairs(s: Settings) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.engines.base import Engine
 from burnish.models.policy import Policy
 from burnish.trainer.optim import adamw
 from burnish.trainer.precision import Weights
@@ -67,3 +68,8 @@ def make_state(
     module.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     weights = Weights(module, dtype=dtype)
     return TrainState(kind(module), weights, adamw(weights, betas=betas, eps=eps, weight_decay=weight_decay))
+
+
+def publish(state: TrainState, engine: Engine) -> None:
+    """The weights as they are now are what `engine` samples from next."""
+    engine.load(state.version, None if engine.abilities.shares_weights else state.policy.module.state_dict().items())

@@ -14,7 +14,7 @@ from tiny import TINY, tiny_data
 from burnish.api import RunError, Trainer
 from burnish.config import Algo, Reward, Settings, Tasks
 from burnish.config.load import load_recipe
-from burnish.engines.native import NativeEngine
+from burnish.engines.native.scheduler import Scheduler
 from burnish.monitor.rollouts import read_rollouts
 from burnish.monitor.writer import read_metrics
 
@@ -124,7 +124,16 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "algo.constant_groups": ("drop", {}),
     "train.steps": (5, {}), "train.prompts_per_step": (5, {}), "train.samples_per_prompt": (5, {}), "train.epochs": (2, {}),
     "train.minibatches": (2, {}), "train.tokens_per_micro_batch": (12, {}), "train.max_skipped_updates": (2, {"algo.loss": "PARTS:nan"}),
-    "train.slots": (9, {}),
+    "engine": ({"ref": "native", "slots": 9}, {}), "train.allow_in_sampling": (["min_new_tokens"], {}),
+    "sampling.min_new_tokens": (1, {}), "sampling.repetition_penalty": (2.0, {}),
+    "sampling.logit_bias": ({"3": 2.0}, {}), "sampling.banned_tokens": (["3", "4"], {}),
+    "sampling.guide.json_schema": ({"type": "integer"}, {}), "sampling.guide.regex": ("[0-9]", {}),
+    "sampling.guide.grammar": ("start: /1/", {}),
+    "evaluate.sampling.min_new_tokens": (2, {"evaluate.sampling.end_tokens": [str(n) for n in range(10)]}),
+    "evaluate.sampling.repetition_penalty": (50.0, WARM_EVAL),
+    "evaluate.sampling.logit_bias": ({"3": 9.0}, WARM_EVAL), "evaluate.sampling.banned_tokens": ([str(n) for n in range(5)], WARM_EVAL),
+    "evaluate.sampling.guide.json_schema": ({"type": "integer", "maximum": 3, "minimum": 1}, {}),
+    "evaluate.sampling.guide.regex": ("77", {}), "evaluate.sampling.guide.grammar": ('start: "77"', {}),
     "optim.lr": (1e-3, {}), "optim.betas": ([0.5, 0.5], {}), "optim.eps": (1e-2, {}), "optim.weight_decay": (1.0, {}),
     "optim.clip_norm": (1e-2, {"optim.eps": 1e-3}), "optim.warmup_updates": (5, {}), "optim.schedule": ("linear", {}),
     "optim.final_lr_frac": (0.5, {}),
@@ -188,6 +197,9 @@ REFUSED = {
     "reward_model.outputs": "the data has two ratings",
     "critic.model.scratch.alphabet": "another vocabulary than the policy's", "distill.teachers.0.model.lora": "it is not trained",
     "distill.teachers.0.model.scratch.alphabet": "another vocabulary than the policy's",
+    "train.allow_in_sampling": "sampling does not set it", "sampling.min_new_tokens": "not allowed by name",
+    "sampling.repetition_penalty": "not allowed by name",
+    **dict.fromkeys((f"sampling.guide.{kind}" for kind in ("json_schema", "regex", "grammar")), "the trainer cannot know the guide"),
 }
 """Settings whose change ends in an error; a new value of any other has to run."""
 AS_ELSEWHERE = {("environments.0.tasks", Tasks), ("environments.0.rewards", Reward), ("environments.0.algo", Algo)}
@@ -234,10 +246,16 @@ def facts_of(tmp_path_factory):
 
 
 def _facts(folder: Path, changes: dict[str, Any]) -> Any:
-    widths = set()
-    decode = NativeEngine.decode
+    widths = [0]
+    next_rows = Scheduler.next_rows
+
+    def watched(self: Scheduler, *args: Any) -> Any:
+        rows = next_rows(self, *args)
+        widths[0] = max(widths[0], len(self.running))
+        return rows
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeEngine, "decode", lambda self, token_N, at: (widths.add(len(token_N)), decode(self, token_N, at))[1])
+        patch.setattr(Scheduler, "next_rows", watched)
         try:
             recipe = folder.with_suffix(".yaml")
             recipe.write_text(json.dumps(tiny_data(changes)))

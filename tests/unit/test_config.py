@@ -355,7 +355,7 @@ def test_what_may_change_on_resume(recipe):
     allowed = ["optim.lr=1", "optim.betas=[0.1, 0.2]", "train.steps=60", "train.max_skipped_updates=9", "train.tokens_per_micro_batch=128",
                "evaluate.every_steps=3", "checkpoint.keep=1", "monitor.sinks=[]", "expect=x", "about=y"]
     assert len(resumable_changes(old, load_recipe(recipe(), sets=allowed))) == len(allowed)
-    for refused in ("seed=1", "train.samples_per_prompt=9", "train.slots=3", "evaluate.samples_per_task=2",
+    for refused in ("seed=1", "train.samples_per_prompt=9", "engine={ref: native, slots: 3}", "evaluate.samples_per_task=2",
                     "algo.loss=reinforce", "name=z", "rewards.0.weight=3"):
         with pytest.raises(SettingsError, match=f"^{refused.split('=')[0]}: ") as caught:
             resumable_changes(old, load_recipe(recipe(), sets=[refused, "optim.lr=1"]))

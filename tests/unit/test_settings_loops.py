@@ -123,7 +123,7 @@ REFUSED = [
     (SYNC, ["sft.best_of=1", "constraint.limit=1"], "constraint belongs to a policy-gradient method (the section algo)"),
     (DATA, ["loop=sft", "sampling.max_new_tokens=3"], "sampling is not read in loop: sft; evaluate.sampling is what held-out answers"),
     (DATA, ["loop=sft", "env=a:b"], "env does nothing in loop: sft without tasks and rewards to evaluate on"),
-    (DATA, ["loop=sft", "train.slots=3"], "train.slots does nothing in loop: sft without tasks and rewards"),
+    (DATA, ["loop=sft", "engine={ref: native, slots: 3}"], "engine does nothing in loop: sft without tasks and rewards"),
     (DATA, ["loop=sft", "evaluate.samples_per_task=3"], "evaluate.samples_per_task does nothing in loop: sft without tasks"),
     (DATA, ["loop=sft", "evaluate.success_reward=3"], "evaluate.success_reward does nothing in loop: sft without tasks"),
     (DATA, ["loop=sft", "tasks.source=copy_digits"], "tasks and rewards are for evaluation here; give both or neither"),

@@ -1,8 +1,8 @@
 """Guesses at the next tokens from the sequence itself, and whether checking them pays.
 
-Prompt lookup: what followed the last tokens when they stood there before (Saxena 2023, "Prompt Lookup Decoding"). A guess is put through the
-model beside the newest token, and each of its tokens stands exactly if the sequence's own draw gives it: with one certain guess that is the
-acceptance rule of speculative sampling (arXiv:2211.17192, section 2.3), and the sequence is the one that would have been drawn without it.
+Prompt lookup: what followed the last tokens when they stood there before (Saxena 2023, "Prompt Lookup Decoding"). A guess is put through
+the model beside the newest token, and each of its tokens stands exactly if the sequence's own draw gives it: with one certain guess that is
+the acceptance rule of speculative sampling (arXiv:2211.17192, section 2.3), and the sequence is the one that is drawn without guesses.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class NativeEngine:
         cache_tokens: int | None = None, compiled: bool | None = None, batch_invariant: bool = True,
         drafts: Literal["auto", "always", "never"] = "auto", new_weights: Literal["continue", "read_again"] = "continue",
     ) -> None:
-        for name, value, known in (("drafts", drafts, ("auto", "always", "never")), ("new_weights", new_weights, ("continue", "read_again"))):
+        choices = {"drafts": (drafts, ("auto", "always", "never")), "new_weights": (new_weights, ("continue", "read_again"))}
+        for name, (value, known) in choices.items():
             if value not in known:
                 raise EngineError(f"engine.{name} is one of {', '.join(known)}; found {value!r}")
         for name, number in (("slots", slots), ("rows_per_step", rows_per_step), ("cache_tokens", cache_tokens)):
@@ -82,7 +83,8 @@ class NativeEngine:
                 self._copy(dict(weights))
             if weights is not None or version != self.version:
                 self.version, self.stale = version, True
-                self._refresh()
+                if self.open is not None and self.open.live:
+                    self._refresh()
 
     def close(self) -> None:
         self.scheduler = self.open = None
@@ -139,8 +141,7 @@ class NativeEngine:
 
     def _look_for_changes(self) -> None:
         """Weights that were changed without a word are the weights all the same."""
-        if self._mark() != self.seen_weights:
-            self.stale = True
+        if self.stale or self._mark() != self.seen_weights:
             self._refresh()
 
     def _refresh(self) -> None:

@@ -62,14 +62,16 @@ class FastRunner:
             bias = None
             if projections[0].bias is not None:
                 bias = self._keep(f"{i}.bias", torch.cat([p.bias.detach() for p in projections]).float())
-            norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+            norms = layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, n, None) for n in ("q_norm", "k_norm"))
+            norm1, norm2, q_norm, k_norm = (
+                self._keep(f"{i}.norm{n}", norm.weight) if norm is not None else None for n, norm in enumerate(norms)
+            )
             layers[i] = _Layer(
                 self._pack(f"{i}.qkv", torch.cat([p.weight.detach() for p in projections])),
                 self._pack(f"{i}.o", attention.o_proj.weight.detach()),
                 self._pack(f"{i}.gate_up", torch.stack(tiles, 1).reshape(-1, config.hidden_size)),
                 self._pack(f"{i}.down", mlp.down_proj.weight.detach()),
-                *(self._keep(f"{i}.{n}", norm.weight) for n, norm in enumerate((layer.input_layernorm, layer.post_attention_layernorm))), bias,
-                *(self._keep(f"{i}.{n}", norm.weight) if norm is not None else None for n, norm in zip("qk", norms, strict=True)),
+                norm1, norm2, bias, q_norm, k_norm,
             )
         if not hasattr(self, "cos"):
             position = torch.arange(self.context_tokens)[None]
