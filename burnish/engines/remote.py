@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
-from burnish.chat.template import encode_reply, end_token_ids
+from burnish.chat.template import by_ids, encode_reply
 from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
 from burnish.engines.calls import CallError, Calls
@@ -16,10 +17,15 @@ from burnish.engines.served import failed, log_probs, token_ids, unserved, writt
 from burnish.types import Message
 
 STANDARD = frozenset({"temperature", "top_p", "max_new_tokens", "stop"})
-EXTRAS = {"top_k": "top_k", "min_p": "min_p", "end_tokens": "stop_token_ids"}
+EXTRAS = {
+    "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias",
+    "end_tokens": "stop_token_ids",
+}
 """Settings of Sampling that some servers know beyond the standard, and the names they go by there."""
-SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
+SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"})
 """Settings that change the distribution which a token is drawn from."""
+MOST_BIAS = 100.0
+"""Servers refuse a logit_bias beyond this, or move it back to it."""
 
 
 class RemoteEngine:
@@ -32,16 +38,20 @@ class RemoteEngine:
     before temperature and filters, which OpenAI and vLLM tell, and so fit only draws without them; "as_sampled" those after them. Both need
     gives_token_ids. knows: the names of EXTRAS that the server takes. context_tokens: of the model, so that max_tokens fits. body: further
     fields of each call, as they are; one that is None takes a field out. max_tokens_name: what the server calls it. send_seed: the seed
-    field is made of the request's stream. calls: as Calls takes them.
+    field is made of the request's stream. concurrency, timeout_s, tries, backoff_s: as in Calls.
 
     The server's weights are those of `version` for good.
     """
+
+    abilities = Abilities(
+        logprobs=False, shares_weights=False, token_ids=False, streams=False, publish=False, live=False, sampling=STANDARD
+    )
 
     def __init__(
         self, base_url: str, *, model: str, tokenizer: Any = None, key_env: str | None = None, chat: bool = False,
         gives_token_ids: bool = False, logprobs: Literal["raw", "as_sampled"] | None = None, knows: Iterable[str] = (),
         context_tokens: int | None = None, version: int = 0, body: Mapping[str, Any] | None = None, max_tokens_name: str = "max_tokens",
-        send_seed: bool = False, **calls: Any,
+        send_seed: bool = False, concurrency: int = 32, timeout_s: float = 300.0, tries: int = 5, backoff_s: float = 0.5,
     ) -> None:
         knows = frozenset(knows)
         if unknown := sorted(knows - EXTRAS.keys()):
@@ -52,20 +62,19 @@ class RemoteEngine:
             raise EngineError("logprobs need gives_token_ids: without the server's tokens it is not known whose they are")
         if gives_token_ids and chat:
             raise EngineError("a prompt of token ids goes to /completions; leave out chat or gives_token_ids")
-        if gives_token_ids and tokenizer is None:
-            raise EngineError("gives_token_ids needs the tokenizer")
+        if (gives_token_ids or "logit_bias" in knows) and tokenizer is None:
+            raise EngineError("gives_token_ids and a logit_bias need the tokenizer")
         honours = (STANDARD | knows) - (SHAPES if logprobs == "raw" else frozenset())
-        self.abilities = Abilities(
-            logprobs=logprobs is not None, shares_weights=False, token_ids=gives_token_ids, streams=False, publish=False, live=False,
-            sampling=honours,
-        )
+        self.abilities = replace(self.abilities, logprobs=logprobs is not None, token_ids=gives_token_ids, sampling=honours)
         self.model, self.tokenizer, self.by_chat, self.context_tokens, self.version = model, tokenizer, chat, context_tokens, version
         self.knows, self.body, self.max_tokens_name, self.send_seed = knows, dict(body or {}), max_tokens_name, send_seed
-        self.calls = Calls(base_url, key_env=key_env, **calls)
+        self.calls = Calls(base_url, key_env=key_env, concurrency=concurrency, timeout_s=timeout_s, tries=tries, backoff_s=backoff_s)
 
     def check(self, sampling: Sampling) -> None:
         """Raises EngineError for settings that this server is not known to honour. Calls nothing."""
         check_sampling(self.abilities, sampling, name="remote")
+        if beyond := [token for token, value in sampling.logit_bias.items() if abs(value) > MOST_BIAS]:
+            raise EngineError(f"sampling.logit_bias of {beyond[0]!r} is {sampling.logit_bias[beyond[0]]}; servers take {MOST_BIAS} at most")
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, progress: Callable[[int, int], None] | None = None
@@ -74,12 +83,12 @@ class RemoteEngine:
         self.check(sampling)
         if self.tokenizer is None:
             raise EngineError("the remote engine was made without a tokenizer: it can be asked by chat only")
-        ends = end_token_ids(self.tokenizer, sampling.end_tokens)
-        stops = Stops(self.tokenizer, end_token_ids=ends, stop=sampling.stop)
+        sampling = by_ids(sampling, self.tokenizer)
+        stops = Stops(self.tokenizer, end_token_ids=sampling.end_tokens, stop=sampling.stop)
         done = [unserved(r.tokens, context_tokens=self.context_tokens, version=self.version) for r in requests]
         asked = sorted((i for i, c in enumerate(done) if c is None), key=lambda i: -requests[i].priority)
         limits = {i: self._limit(requests[i]) for i in asked}
-        bodies = [self._of_request(requests[i], sampling, ends, stops, limits[i]) for i in asked]
+        bodies = [self._of_request(requests[i], sampling, stops, limits[i]) for i in asked]
         answers = self.calls.post_all("/chat/completions" if self.by_chat else "/completions", bodies, progress)
         for i, answer in zip(asked, answers, strict=True):
             read = self._read_tokens if self.abilities.token_ids else self._read_text
@@ -91,6 +100,7 @@ class RemoteEngine:
     ) -> list[Completion]:
         """What the server's model answers to each conversation, for judges. Completions have a text and no tokens."""
         self.check(sampling)
+        sampling = sampling if self.tokenizer is None else by_ids(sampling, self.tokenizer)
         most = sampling.max_new_tokens
         settings = self._settings(sampling, most)
         bodies = [self._with_body({**settings, "messages": list(messages)}) for messages in conversations]
@@ -111,14 +121,16 @@ class RemoteEngine:
 
     def _settings(self, sampling: Sampling, limit: int) -> dict[str, Any]:
         out: dict[str, Any] = {"model": self.model, self.max_tokens_name: limit, "temperature": sampling.temperature}
-        for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
             if getattr(sampling, name) != default:
                 out[EXTRAS.get(name, name)] = getattr(sampling, name)
+        if sampling.logit_bias:
+            out[EXTRAS["logit_bias"]] = {str(token): value for token, value in sampling.logit_bias.items()}
         if sampling.stop:
             out["stop"] = list(sampling.stop)
         return out
 
-    def _of_request(self, request: Request, sampling: Sampling, ends: tuple[int, ...], stops: Stops, limit: int) -> dict[str, Any]:
+    def _of_request(self, request: Request, sampling: Sampling, stops: Stops, limit: int) -> dict[str, Any]:
         out = self._settings(sampling, limit)
         if self.abilities.token_ids:
             out |= {"prompt": list(request.tokens), "return_token_ids": True}
@@ -127,7 +139,7 @@ class RemoteEngine:
         else:
             out["prompt"] = stops.decode(request.tokens)
         if "end_tokens" in self.knows:
-            out |= {EXTRAS["end_tokens"]: list(ends), "ignore_eos": True}
+            out |= {EXTRAS["end_tokens"]: list(sampling.end_tokens), "ignore_eos": True}
         if self.abilities.logprobs:
             out["logprobs"] = 1
         if self.send_seed:
@@ -165,7 +177,7 @@ class RemoteEngine:
         except ValueError as error:
             raise CallError(f"a text that the policy's tokenizer cannot write: {error}", at_server=False) from error
         if said.stop == "end_token":
-            tokens.append(end_token_ids(self.tokenizer, sampling.end_tokens)[0])
+            tokens.append(sampling.end_tokens[0])
         return Completion(tuple(tokens), (), said.text, said.stop, self.version)
 
     def _said(self, answer: Any, sampling: Sampling, limit: int, max_new_tokens: int, *, by_chat: bool) -> tuple[Completion, str]:

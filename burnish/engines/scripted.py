@@ -14,7 +14,9 @@ from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
 from burnish.engines.native.stops import Stops
 
-HONOURED = frozenset({"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "end_tokens"})
+HONOURED = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias", "max_new_tokens", "stop", "end_tokens",
+})
 """The script says what was drawn, so what shapes a draw is taken as it is."""
 
 

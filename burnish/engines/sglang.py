@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from burnish.chat.template import end_token_ids
+from burnish.chat.template import by_ids
 from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
 from burnish.engines.calls import CallError, Calls
@@ -21,7 +22,7 @@ from burnish.engines.native.stops import Stops
 from burnish.engines.served import failed, log_probs, token_ids, unserved, written
 
 FILTERS = frozenset({"top_k", "top_p", "min_p"})
-HONOURED = frozenset({"temperature", "max_new_tokens", "stop", "end_tokens"}) | FILTERS
+HONOURED = frozenset({"temperature", "max_new_tokens", "stop", "end_tokens", "logit_bias"}) | FILTERS
 FILE_BYTES = 2 * 2**30
 
 
@@ -33,22 +34,24 @@ class SglangEngine:
     filters. The server must not run with SGLANG_RETURN_ORIGINAL_LOGPROB. The model's own end tokens always end a turn there: name those in
     sampling.end_tokens, or such a turn is refused. weight_version: what the server calls the weights that it was started with; answers of
     others than those of the last `load` are refused, so a server that restarted is noticed. send_seed: the seed of a request is made of its
-    stream, for a server with --enable-deterministic-inference. load_timeout_s: for the server to read weights. calls: as Calls takes them.
+    stream, for a server with --enable-deterministic-inference. load_timeout_s: for the server to read weights. The rest:
+    as in Calls.
     """
+
+    abilities = Abilities(logprobs=True, shares_weights=False, streams=False, live=False, sampling=HONOURED - FILTERS)
 
     def __init__(
         self, base_url: str, tokenizer: Any, *, context_tokens: int, folder: str | Path | None = None, logprobs: bool = True,
-        weight_version: str = "default", key_env: str | None = None, send_seed: bool = False, load_timeout_s: float = 600.0, **calls: Any,
+        weight_version: str = "default", key_env: str | None = None, send_seed: bool = False, load_timeout_s: float = 600.0,
+        concurrency: int = 256, timeout_s: float = 600.0, tries: int = 5, backoff_s: float = 0.5,
     ) -> None:
-        self.abilities = Abilities(
-            logprobs=logprobs, shares_weights=False, streams=False, publish=folder is not None, live=False,
-            sampling=HONOURED - FILTERS if logprobs else HONOURED,
-        )
+        sampling = HONOURED - FILTERS if logprobs else HONOURED
+        self.abilities = replace(self.abilities, logprobs=logprobs, publish=folder is not None, sampling=sampling)
         self.tokenizer, self.context_tokens, self.send_seed, self.load_timeout_s = tokenizer, context_tokens, send_seed, load_timeout_s
         self.folder = None if folder is None else Path(folder)
         self.version = 0
         self.loaded = weight_version        # the version as the server tells it
-        self.calls = Calls(base_url, key_env=key_env, **calls)
+        self.calls = Calls(base_url, key_env=key_env, concurrency=concurrency, timeout_s=timeout_s, tries=tries, backoff_s=backoff_s)
 
     def check(self, sampling: Sampling) -> None:
         """Raises EngineError for settings that are not honoured, and for a server that is not healthy."""
@@ -63,12 +66,12 @@ class SglangEngine:
     ) -> list[Completion]:
         """Completions in the order of the requests; see Engine."""
         check_sampling(self.abilities, sampling, name="sglang")
-        ends = end_token_ids(self.tokenizer, sampling.end_tokens)
-        stops = Stops(self.tokenizer, end_token_ids=ends, stop=sampling.stop)
+        sampling = by_ids(sampling, self.tokenizer)
+        stops = Stops(self.tokenizer, end_token_ids=sampling.end_tokens, stop=sampling.stop)
         done = [unserved(r.tokens, context_tokens=self.context_tokens, version=self.version) for r in requests]
         asked = sorted((i for i, c in enumerate(done) if c is None), key=lambda i: -requests[i].priority)
         limits = {i: min(requests[i].max_new_tokens, self.context_tokens - len(requests[i].tokens)) for i in asked}
-        answers = self.calls.post_all("/generate", [self._body(requests[i], sampling, ends, limits[i]) for i in asked], progress)
+        answers = self.calls.post_all("/generate", [self._body(requests[i], sampling, limits[i]) for i in asked], progress)
         for i, answer in zip(asked, answers, strict=True):
             try:
                 done[i] = self._read(answer, sampling, stops, limits[i], requests[i].max_new_tokens)
@@ -105,12 +108,14 @@ class SglangEngine:
     def close(self) -> None:
         self.calls.close()
 
-    def _body(self, request: Request, sampling: Sampling, ends: tuple[int, ...], limit: int) -> dict[str, Any]:
+    def _body(self, request: Request, sampling: Sampling, limit: int) -> dict[str, Any]:
         params = {
             "max_new_tokens": limit, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p, "stop": list(sampling.stop), "stop_token_ids": list(ends), "no_stop_trim": True,
+            "min_p": sampling.min_p, "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "no_stop_trim": True,
             "skip_special_tokens": False, "spaces_between_special_tokens": False,
         }
+        if sampling.logit_bias:
+            params["logit_bias"] = {str(token): value for token, value in sampling.logit_bias.items()}
         if self.send_seed:
             params["sampling_seed"] = request.stream % 2**31
         return {"input_ids": list(request.tokens), "sampling_params": params, "return_logprob": self.abilities.logprobs, "stream": False}

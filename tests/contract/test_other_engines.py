@@ -9,10 +9,11 @@ import torch
 from standin import CONTEXT, FAST, PLAIN, Model, SglangModel, StandIn, ask, echo, fixed, slow_first
 
 from burnish.config import EvalSampling, Sampling
+from burnish.config.parts import Guide
 from burnish.engines import Completion, Request
 from burnish.engines.base import EngineError
 from burnish.engines.pool import EnginePool
-from burnish.engines.remote import RemoteEngine
+from burnish.engines.remote import EXTRAS, RemoteEngine
 from burnish.engines.scripted import Line, ScriptedEngine
 from burnish.engines.sglang import SglangEngine
 
@@ -31,7 +32,7 @@ def make_remote(says, tokenizer, open_):
     server = open_(StandIn(slow_first(Model(tokenizer, says).openai)))
     return open_(RemoteEngine(
         server.url + "/v1", model="m", tokenizer=tokenizer, gives_token_ids=True, logprobs="as_sampled",
-        knows=("top_k", "min_p", "end_tokens"), context_tokens=CONTEXT, **FAST,
+        knows=EXTRAS, context_tokens=CONTEXT, **FAST,
     ))
 
 
@@ -113,7 +114,12 @@ def test_the_context_is_the_limit_and_a_prompt_beyond_it_an_error(make, tokenize
 @every_engine
 def test_settings_that_are_not_honoured_are_refused(make, tokenizer, open_):
     engine = make(echo(tokenizer), tokenizer, open_)
-    for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "end_tokens": (";",), "stop": ("\n",)}.items():
+    values = {
+        "top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "end_tokens": (";",), "stop": ("\n",), "logit_bias": {"a": 2.0},
+        "repetition_penalty": 1.1, "banned_tokens": ("a",), "min_new_tokens": 2, "guide": Guide(regex="a+"), "max_new_tokens": 9,
+    }
+    assert values.keys() == Sampling.model_fields.keys()
+    for name, value in values.items():
         sampling = Sampling(**{name: value})
         if name in engine.abilities.sampling:
             engine.generate(ask(tokenizer, "1"), sampling)
