@@ -78,6 +78,8 @@ class Calls:
 
     def post_all(self, path: str, bodies: Sequence[Any], progress: Progress | None = None) -> list[Any | CallError]:
         """Answers in the order of the bodies; one that failed is its CallError."""
+        if not bodies:
+            return []
         done = 0
 
         async def one(body: Any) -> Any | CallError:

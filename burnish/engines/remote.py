@@ -13,7 +13,7 @@ from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
 from burnish.engines.calls import CallError, Calls
 from burnish.engines.native.stops import Stops
-from burnish.engines.served import failed, log_probs, token_ids, unserved, written
+from burnish.engines.served import failed, log_probs, token_ids, told_of, unserved, written
 from burnish.types import Message
 
 STANDARD = frozenset({"temperature", "top_p", "max_new_tokens", "stop"})
@@ -89,7 +89,8 @@ class RemoteEngine:
         asked = sorted((i for i, c in enumerate(done) if c is None), key=lambda i: -requests[i].priority)
         limits = {i: self._limit(requests[i]) for i in asked}
         bodies = [self._of_request(requests[i], sampling, stops, limits[i]) for i in asked]
-        answers = self.calls.post_all("/chat/completions" if self.by_chat else "/completions", bodies, progress)
+        path = "/chat/completions" if self.by_chat else "/completions"
+        answers = self.calls.post_all(path, bodies, told_of(progress, len(requests)))
         for i, answer in zip(asked, answers, strict=True):
             read = self._read_tokens if self.abilities.token_ids else self._read_text
             done[i] = self._completion(answer, lambda a, i=i, read=read: read(a, requests[i], sampling, stops, limits[i]))

@@ -53,7 +53,6 @@ class ScriptedEngine:
         self.abilities = Abilities(logprobs=logprobs, shares_weights=False, streams=not in_turn, live=False, sampling=HONOURED)
         self.script, self.tokenizer, self.context_tokens = script, tokenizer, context_tokens
         self.version = 0
-        self.seen: list[Request] = []      # all requests, in order, for tests to look at
         self._given: Counter[Any] = Counter()
 
     def generate(
@@ -62,7 +61,6 @@ class ScriptedEngine:
         """Completions in the order of the requests; see Engine."""
         check_sampling(self.abilities, sampling, name="scripted")
         stops = Stops(self.tokenizer, end_token_ids=end_token_ids(self.tokenizer, sampling.end_tokens), stop=sampling.stop)
-        self.seen += requests
         done = []
         for request in requests:
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.config import Sampling
 from burnish.engines.base import Completion
-from burnish.engines.calls import CallError
+from burnish.engines.calls import CallError, Progress
 from burnish.engines.native.stops import Stops
 
 NEVER_NATS = -9999.0       # what servers write for a token without a number
@@ -16,7 +16,7 @@ NEVER_NATS = -9999.0       # what servers write for a token without a number
 
 def token_ids(value: Any, *, name: str, limit: int) -> tuple[int, ...]:
     """Raises CallError unless `value` is a list of 1 to `limit` token ids."""
-    if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+    if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**31 for v in value):
         raise CallError(f"{name} is no list of token ids", at_server=True)
     if not 1 <= len(value) <= limit:
         raise CallError(f"{name} holds {len(value)} tokens; 1 to {limit} were asked for", at_server=True)
@@ -55,6 +55,11 @@ def unserved(tokens: Sequence[int], *, context_tokens: int | None, version: int)
     """The completion of a prompt that no server is asked about: empty, or as long as the context."""
     what = "empty_prompt" if not tokens else "prompt_too_long" if context_tokens and len(tokens) >= context_tokens else None
     return None if what is None else Completion((), (), "", f"error:{what}", version)
+
+
+def told_of(progress: Progress | None, total: int) -> Progress | None:
+    """Progress of calls as progress of all `total` requests, some of which need no call."""
+    return None if progress is None else lambda done, calls: progress(total - calls + done, total)
 
 
 def failed(error: CallError, *, version: int) -> Completion:

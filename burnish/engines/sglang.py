@@ -19,7 +19,7 @@ from burnish.config import Sampling
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
 from burnish.engines.calls import CallError, Calls
 from burnish.engines.native.stops import Stops
-from burnish.engines.served import failed, log_probs, token_ids, unserved, written
+from burnish.engines.served import failed, log_probs, token_ids, told_of, unserved, written
 
 FILTERS = frozenset({"top_k", "top_p", "min_p"})
 HONOURED = frozenset({"temperature", "max_new_tokens", "stop", "end_tokens", "logit_bias"}) | FILTERS
@@ -71,7 +71,8 @@ class SglangEngine:
         done = [unserved(r.tokens, context_tokens=self.context_tokens, version=self.version) for r in requests]
         asked = sorted((i for i, c in enumerate(done) if c is None), key=lambda i: -requests[i].priority)
         limits = {i: min(requests[i].max_new_tokens, self.context_tokens - len(requests[i].tokens)) for i in asked}
-        answers = self.calls.post_all("/generate", [self._body(requests[i], sampling, limits[i]) for i in asked], progress)
+        bodies = [self._body(requests[i], sampling, limits[i]) for i in asked]
+        answers = self.calls.post_all("/generate", bodies, told_of(progress, len(requests)))
         for i, answer in zip(asked, answers, strict=True):
             try:
                 done[i] = self._read(answer, sampling, stops, limits[i], requests[i].max_new_tokens)

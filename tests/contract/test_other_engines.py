@@ -186,7 +186,6 @@ def test_scripts_of_every_kind(tokenizer):
     assert listed.generate(ask(tokenizer, "1"), PLAIN)[0].stop.startswith("error:script")
     called = scripted(lambda prompt, request: f"{prompt}{request.stream}", tokenizer)
     assert [c.text for c in called.generate(ask(tokenizer, "a", "b"), PLAIN)] == ["a0", "b1"]
-    assert [r.stream for r in called.seen] == [0, 1]
     with pytest.raises(EngineError, match="lambda"):
         scripted("a", tokenizer)
 

@@ -27,10 +27,12 @@ class Part(ScriptedEngine):
 
     def __init__(self, tokenizer, name, **values):
         super().__init__(lambda prompt, _: prompt[::-1], tokenizer, **values)
+        self.seen = []
         self.name, self.raises, self.hangs, self.fails, self.refuses, self.lacks, self.weights = name, None, None, set(), None, 0, None
         self.closed = 0
 
     def generate(self, requests, sampling, *, progress=None):
+        self.seen += requests
         done = super().generate(requests, sampling, progress=progress)
         if self.hangs:
             self.hangs.wait(5)
@@ -131,17 +133,18 @@ def test_an_engine_that_fails_is_taken_out_and_nothing_is_lost_or_doubled(parts,
 
 
 def test_an_engine_comes_back_after_a_while(parts, tokenizer):
-    parts[1].raises = RuntimeError("gone")
-    pool = EnginePool(parts, retry_after_s=0.05)
+    bad = parts[1]
+    bad.raises = RuntimeError("gone")
+    pool = EnginePool(parts, retry_after_s=100.0)
     run(pool, tokenizer)
-    time.sleep(0.06)
-    run(pool, tokenizer)                      # tried again, and still gone
-    assert pool.out
-    parts[1].raises = None
-    seen = len(parts[1].seen)
-    assert run(pool, tokenizer) == BACK and len(parts[1].seen) == seen
-    time.sleep(0.06)
-    assert run(pool, tokenizer) == BACK and len(parts[1].seen) == seen + 10 and not pool.out
+    pool.members[1].out_since -= 101
+    seen = len(bad.seen)
+    assert run(pool, tokenizer) == BACK and len(bad.seen) == seen + 10 and pool.out          # tried again, and still gone
+    bad.raises = None
+    pool.members[1].out_since -= 90
+    assert run(pool, tokenizer) == BACK and len(bad.seen) == seen + 10                      # not yet
+    pool.members[1].out_since -= 90
+    assert run(pool, tokenizer) == BACK and len(bad.seen) == seen + 20 and not pool.out
 
 
 def test_where_all_are_out_all_are_tried_and_all_causes_told(parts, tokenizer):

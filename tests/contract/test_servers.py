@@ -273,7 +273,7 @@ IDS = {"gives_token_ids": True, "logprobs": "as_sampled"}
     "changes",
     [
         {"token_ids": "gone"}, {"token_ids": None}, {"token_ids": []}, {"token_ids": [5, "6"]}, {"token_ids": [5, -1]},
-        {"token_ids": [5] * 13}, {"token_ids": [5, True]}, {"prompt_token_ids": [9, 9]},
+        {"token_ids": [5] * 13}, {"token_ids": [5, True]}, {"token_ids": [5, 2**40]}, {"prompt_token_ids": [9, 9]},
     ],
 )
 def test_token_ids_that_cannot_be_right_are_an_error(open_, tokenizer, changes):
@@ -349,6 +349,13 @@ def test_a_server_that_dies_midway_fails_what_it_did_not_answer(open_, tokenizer
     done = engine.generate(ask(tokenizer, "11", "22", "33", "44", "55"), PLAIN)
     assert [c.text for c in done[:3]] == ["11", "22", "33"]
     assert all(c.stop.startswith("error:server: RemoteProtocolError") and c.tokens == () for c in done[3:])
+
+
+def test_progress_counts_requests_that_no_server_is_asked_about(open_, tokenizer):
+    _, engine = remote(open_, tokenizer, Model(tokenizer, echo(tokenizer)).openai)
+    told = []
+    engine.generate([*ask(tokenizer, "1", "2"), Request((), 0, 9)], PLAIN, progress=lambda *n: told.append(n))
+    assert told[-1] == (3, 3) and {total for _, total in told} == {3}
 
 
 def test_higher_priorities_are_sent_first(open_, tokenizer):
