@@ -20,7 +20,7 @@ from burnish.engines import Request
 
 CONTEXT = 64
 PLAIN = Sampling(max_new_tokens=12)
-FAST = {"backoff_s": 0.001, "timeout_s": 5.0}
+FAST = {"backoff_s": 0.001, "timeout_s": 30.0}
 
 
 @dataclass(frozen=True)

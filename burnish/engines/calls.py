@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -190,11 +191,13 @@ def _checked_url(base_url: str) -> str:
 def _key(key_env: str | None) -> str | None:
     if key_env is None:
         return None
-    if not key_env.isidentifier():
-        raise EngineError("key_env is the name of an environment variable, never the key itself")
+    if not re.fullmatch("[A-Z][A-Z0-9_]*", key_env):
+        raise EngineError("key_env is the name of an environment variable, in capitals as OPENAI_API_KEY, never the key itself")
     key = os.environ.get(key_env, "").strip()
     if not key:
         raise EngineError(f"the environment variable {key_env}, named by key_env, is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise EngineError(f"the environment variable {key_env} holds a character that no key has")
     return key
 
 

@@ -66,7 +66,7 @@ def test_each_completion_belongs_to_its_request(make, tokenizer, open_):
     done = make(echo(tokenizer), tokenizer, open_).generate(
         ask(tokenizer, *texts), PLAIN, progress=lambda n, of: progress.append((n, of))
     )
-    assert [c.text for c in done] == [t[::-1] for t in texts]
+    assert [(c.stop, c.text) for c in done] == [("end_token", t[::-1]) for t in texts]
     assert progress[-1] == (40, 40)
 
 

@@ -131,9 +131,11 @@ def test_the_key_goes_to_the_server_and_nowhere_else(open_, monkeypatch):
 
 def test_addresses_and_keys_that_are_wrong_are_told_without_showing_them(monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("ODD_KEY", KEY + "ü")
     for url, values, told in [
         (f"http://me:{KEY}@host/v1", {}, "key_env"), (f"https://host/v1?key={KEY}", {}, "key_env"), ("host:8000", {}, "http://"),
         ("http://host", {"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"), ("http://host", {"key_env": KEY}, "never the key itself"),
+        ("http://host", {"key_env": "secret0123"}, "never the key itself"), ("http://host", {"key_env": "ODD_KEY"}, "ODD_KEY holds"),
         ("http://host", {"tries": 0}, "tries is 0"),
     ]:
         with pytest.raises(EngineError, match=told) as caught:
