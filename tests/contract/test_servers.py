@@ -178,13 +178,13 @@ SHAPED = Sampling(
 
 def test_what_a_remote_server_is_sent(open_, tokenizer):
     server, engine = remote(
-        open_, tokenizer, Model(tokenizer, echo(tokenizer)).openai, knows=EXTRAS, send_seed=True, body={"user": "me"}
+        open_, tokenizer, Model(tokenizer, echo(tokenizer)).openai, knows=EXTRAS, send_seed=True, body={"user": "me", "top_p": None}
     )
     engine.generate([Request(tuple(tokenizer("12").input_ids), 2**40 + 5, 9)], SHAPED)
     path, body, _ = server.calls[0]
     assert path == "/v1/completions"
     assert body == {
-        "model": "m", "prompt": "12", "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["\n"],
+        "model": "m", "prompt": "12", "max_tokens": 9, "temperature": 0.5, "top_k": 3, "min_p": 0.1, "stop": ["\n"],
         "repetition_penalty": 1.2, "logit_bias": {str(tokenizer.get_vocab()["a"]): 2.0, "7": -3.0},
         "stop_token_ids": [tokenizer.eos_token_id], "ignore_eos": True, "seed": 5, "user": "me",
     }
@@ -393,8 +393,9 @@ def sglang(open_, tokenizer, says=None, answer=None, **values):
     return model, server, open_(SglangEngine(server.url, tokenizer, **{"context_tokens": CONTEXT, **FAST, **values}))
 
 
-def test_sglang_gets_the_weights_whole_and_old_folders_go(open_, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.engines.sglang.FILE_BYTES", 64)
+@pytest.mark.parametrize(("file_bytes", "files"), [(64, 3), (2**30, 1)])
+def test_sglang_gets_the_weights_whole_and_old_folders_go(open_, tokenizer, tmp_path, monkeypatch, file_bytes, files):
+    monkeypatch.setattr("burnish.engines.sglang.FILE_BYTES", file_bytes)
     tied = torch.arange(20.0)
     column = torch.arange(6.0).view(2, 3).t()
     weights = {"embed": tied, "head": tied, "half": tied[3:9].to(torch.bfloat16), "column": column, "one": tied[:2]}
@@ -405,7 +406,7 @@ def test_sglang_gets_the_weights_whole_and_old_folders_go(open_, tokenizer, tmp_
         for name, w in weights.items():
             assert torch.equal(model.loaded[name], w + version if name == "one" else w)
     assert [p.name for p in tmp_path.iterdir()] == ["version-2"]
-    assert len(list((tmp_path / "version-2").iterdir())) > 1
+    assert len(list((tmp_path / "version-2").iterdir())) == files
     assert [body["flush_cache"] for path, body, _ in server.calls if path == "/update_weights_from_disk"] == [True, True]
 
 
@@ -456,10 +457,12 @@ def test_sglang_without_log_probs_takes_filters(open_, tokenizer):
     }
 
 
-def test_all_tokens_is_minus_one_to_sglang(open_, tokenizer):
-    _, server, engine = sglang(open_, tokenizer)
-    engine.generate(ask(tokenizer, "1"), PLAIN)
-    assert server.calls[0][1]["sampling_params"]["top_k"] == -1
+def test_all_tokens_is_minus_one_to_sglang_and_higher_priorities_are_sent_first(open_, tokenizer):
+    _, server, engine = sglang(open_, tokenizer, concurrency=1)
+    engine.generate([*ask(tokenizer, "1"), *ask(tokenizer, "2", priority=1.0)], PLAIN)
+    bodies = [body for _, body, _ in server.calls]
+    assert [body["sampling_params"]["top_k"] for body in bodies] == [-1, -1]
+    assert [tokenizer.decode(body["input_ids"]) for body in bodies] == ["2", "1"]
 
 
 def meta(**changes):
