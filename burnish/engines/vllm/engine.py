@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,11 @@ from torch import Tensor
 
 from burnish.chat.template import by_ids
 from burnish.config import Sampling
+from burnish.engines import served
 from burnish.engines.base import Abilities, Completion, EngineError, Request, check_sampling
+from burnish.engines.calls import CallError
 from burnish.engines.native.stops import Stops
+from burnish.engines.served import NEVER_NATS
 from burnish.engines.vllm.link import Ask, Link, Settings, Written
 
 COOLEST = 0.01
@@ -22,13 +24,12 @@ COOLEST = 0.01
 BIAS = 100.0
 """vLLM's server moves a logit_bias beyond this back to it."""
 
-ABILITIES = Abilities(
-    logprobs=True, shares_weights=False, streams=False,
-    sampling=frozenset({
-        "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "end_tokens", "logit_bias", "banned_tokens",
-        "repetition_penalty", "also_in_training",
-    }),
-)
+HONOURED = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "end_tokens", "logit_bias", "banned_tokens", "repetition_penalty",
+    "also_in_training",
+})
+
+Asked = tuple[Request, Sampling, Stops]
 
 
 class VllmEngine:
@@ -39,12 +40,13 @@ class VllmEngine:
     `load` waits for those that run.
     """
 
+    abilities = Abilities(logprobs=True, shares_weights=False, streams=False, sampling=HONOURED)
+
     def __init__(self, link: Link, tokenizer: Any) -> None:
         self.link, self.tokenizer = link, tokenizer
         self.version = 0
-        self.abilities = replace(ABILITIES, logprobs=link.logprobs, publish=link.publish)
         self.next_id = 0
-        self.asked: dict[int, tuple[Request, Stops, bool]] = {}
+        self.asked: dict[int, Asked] = {}
         self.ended: dict[int, Completion] = {}
 
     @classmethod
@@ -85,9 +87,9 @@ class VllmEngine:
     ) -> VllmEngine:
         """A server that runs already, as http://127.0.0.1:8000.
 
-        To give log-probs and take weights it is started with VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs,
-        --generation-config vllm and --worker-extension-cls burnish.engines.vllm.worker.WeightsFromTrainer, and sees weights_dir. One
-        without that part has no such abilities. In that mode anyone who reaches its port rules it: keep it to 127.0.0.1.
+        It is started with VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --generation-config vllm and
+        --worker-extension-cls burnish.engines.vllm.worker.WeightsFromTrainer, and sees weights_dir; for any other one there is the
+        remote engine. In that mode anyone who reaches its port rules it: keep it to 127.0.0.1. key: what VLLM_API_KEY is there.
         """
         from burnish.engines.vllm.server import Server
 
@@ -98,26 +100,31 @@ class VllmEngine:
     ) -> list[Completion]:
         """Completions in the order of the requests; see Engine. Raises EngineError where vLLM itself is gone."""
         stream = self.stream(sampling, requests)
-        ids = [0] * len(requests)
-        for place in sorted(range(len(requests)), key=lambda i: -requests[i].priority):     # vLLM starts them as they come
-            ids[place] = stream.submit(requests[place])
+        ids: dict[int, int] = {}
         done: dict[int, Completion] = {}
         try:
+            for place in sorted(range(len(requests)), key=lambda i: -requests[i].priority):     # vLLM starts them as they come
+                ids[place] = stream.submit(requests[place])
             while len(done) < len(ids):
                 done |= dict(stream.advance())
                 if progress:
                     progress(len(done), len(ids))
         except BaseException:      # an interrupted run leaves nothing running behind
-            for id_ in ids:
+            for id_ in ids.values():
                 stream.cancel(id_)
             raise
-        return [done[i] for i in ids]
+        return [done[ids[place]] for place in range(len(requests))]
 
     def stream(self, sampling: Sampling, expected: Sequence[Request] = ()) -> Stream:
         """Requests that come and go: submit, cancel, advance."""
-        if expected or self.asked:
-            self.link.check_version(self.version)
+        self.check(sampling)
         return Stream(self, sampling)
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises EngineError for settings that are not honoured, and where vLLM's weights are not those of the last load."""
+        check_sampling(self.abilities, sampling, name="vllm")
+        _check_order(sampling)
+        self.link.check_version(self.version)
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """The weights of `version`, by the names of the model's checkpoint, are sampled from when this returns; see Engine.
@@ -125,8 +132,6 @@ class VllmEngine:
         Requests that run end on the earlier ones first. Raises EngineError, with the earlier weights in place, where what arrives is not
         what was sent or does not fit the model; where vLLM broke off inside, it does not generate until a load succeeds.
         """
-        if not self.abilities.publish:
-            raise EngineError("this vLLM server takes no weights: burnish's part is not in its workers; see VllmEngine.at_url")
         if weights is None:
             raise EngineError("the vllm engine has its own copy of the weights; give load the trainer's")
         while self.asked:
@@ -145,33 +150,30 @@ class VllmEngine:
             self.asked.clear()
             raise
         for id_, written in found:
-            request, stops, greedy = self.asked.pop(id_)
-            self.ended[id_] = _completion(written, request, stops, greedy=greedy, version=self.version, logprobs=self.abilities.logprobs)
+            self.ended[id_] = _completion(written, self.asked.pop(id_), version=self.version)
 
 
 class Stream:
     """One sampling's requests on an engine. `advance` waits for something to end and gives it."""
 
     def __init__(self, engine: VllmEngine, sampling: Sampling) -> None:
-        check_sampling(engine.abilities, sampling, name="vllm")
-        self.engine, self.mine = engine, set()
+        self.engine, self.sampling, self.mine = engine, sampling, set()
         ids = by_ids(sampling, engine.tokenizer)
         self.stops = Stops(engine.tokenizer, end_token_ids=ids.end_tokens, stop=sampling.stop)
-        self.settings = _settings(ids, vocabulary=engine.link.vocabulary or len(engine.tokenizer))
-        self.greedy = sampling.temperature == 0
+        self.settings = _settings(ids, vocabulary=engine.link.vocabulary)
 
     def submit(self, request: Request) -> int:
         """The id by which `advance` and `cancel` speak of it. One that cannot run ends as error:<what> at the next advance."""
         engine = self.engine
         id_, engine.next_id = engine.next_id, engine.next_id + 1
         self.mine.add(id_)
-        room = engine.link.context_tokens - len(request.tokens)
-        what = "empty_prompt" if not request.tokens else "prompt_too_long" if room < 1 else None
-        if what is not None:
-            engine.ended[id_] = Completion((), (), "", f"error:{what}", engine.version)
+        context = engine.link.context_tokens
+        if (refused := served.unserved(request.tokens, context_tokens=context, version=engine.version)) is not None:
+            engine.ended[id_] = refused
             return id_
-        engine.asked[id_] = request, self.stops, self.greedy
-        engine.link.submit(id_, Ask(request.tokens, min(request.max_new_tokens, room), _seed(request)), self.settings)
+        most = min(request.max_new_tokens, context - len(request.tokens))
+        engine.link.submit(id_, Ask(request.tokens, most, _seed(request)), self.settings)
+        engine.asked[id_] = request, self.sampling, self.stops
         return id_
 
     def cancel(self, id_: int) -> None:
@@ -194,8 +196,8 @@ class Stream:
         return [(id_, engine.ended.pop(id_)) for id_ in found]
 
 
-def _settings(sampling: Sampling, *, vocabulary: int) -> Settings:
-    """By vLLM's names, every one that could be taken from elsewhere. Raises EngineError where vLLM would draw from another distribution."""
+def _check_order(sampling: Sampling) -> None:
+    """Raises EngineError where vLLM would draw from another distribution than the one that the trainer scores."""
     if 0 < sampling.temperature < COOLEST:
         raise EngineError(f"vLLM raises sampling.temperature {sampling.temperature} to {COOLEST}; use 0, or {COOLEST} or more")
     if sampling.min_p > 0 and sampling.top_p < 1:
@@ -206,6 +208,10 @@ def _settings(sampling: Sampling, *, vocabulary: int) -> Settings:
         )
     if far := [token for token, bias in sampling.logit_bias.items() if abs(bias) > BIAS]:
         raise EngineError(f"vLLM takes a sampling.logit_bias of at most {BIAS:g} either way; that of token {far[0]} is beyond")
+
+
+def _settings(sampling: Sampling, *, vocabulary: int) -> Settings:
+    """By vLLM's names, every one that could be taken from elsewhere. Tokens are ids."""
     allowed = sorted({*range(vocabulary)} - {*sampling.banned_tokens}) if sampling.banned_tokens else None
     return {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
@@ -222,28 +228,21 @@ def _seed(request: Request) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _completion(written: Written, request: Request, stops: Stops, *, greedy: bool, version: int, logprobs: bool) -> Completion:
-    tokens, logp = written.tokens, written.logp
-    reason = f"error:{written.error}" if written.error else _reason(written, request, stops)
-    if logprobs:
-        if len(logp) != len(tokens):
-            reason, tokens, logp = f"error:vllm gave {len(logp)} log-probs for {len(tokens)} tokens", (), ()
-        elif (bad := next((i for i, x in enumerate(logp) if x is None or not math.isfinite(x)), None)) is not None:
-            reason, tokens, logp = "error:non_finite_logits", tokens[:bad], logp[:bad]
-        elif greedy:
-            logp = (0.0,) * len(tokens)            # the most probable token was certain; vLLM gives what it had at temperature 1
-    else:
-        logp = ()
-    return Completion(tokens, logp, stops.text(tokens, reason), reason, version)
-
-
-def _reason(written: Written, request: Request, stops: Stops) -> str:
-    if written.finish == "length":
-        return "max_tokens" if len(written.tokens) == request.max_new_tokens else "context"
+def _completion(written: Written, asked: Asked, *, version: int) -> Completion:
+    request, sampling, stops = asked
+    if written.error is not None:
+        return Completion((), (), "", f"error:{written.error}", version)
+    bad = next((i for i, x in enumerate(written.logp) if x is None or not NEVER_NATS < x < math.inf), None)
+    if bad is not None or len(written.logp) != len(written.tokens):
+        kept = written.tokens[:bad] if bad is not None else ()
+        what = "non_finite_logits" if bad is not None else f"vllm gave {len(written.logp)} log-probs for {len(written.tokens)} tokens"
+        return Completion(kept, tuple(written.logp[: len(kept)]), stops.decode(kept), f"error:{what}", version)
     if written.finish == "abort":
-        return "cancelled"
-    if written.tokens and written.tokens[-1] in stops.end_token_ids:
-        return "end_token"
-    if isinstance(written.stop_reason, str) and written.stop_reason in stops.stop:
-        return "stop_string"
-    return f"error:vllm ended the turn by {written.stop_reason!r}, which is no end token and no stop text of sampling"
+        return Completion(written.tokens, written.logp, stops.decode(written.tokens), "cancelled", version)
+    try:
+        return served.written(
+            written.tokens, written.logp, sampling=sampling, stops=stops, by_length=written.finish == "length",
+            max_new_tokens=request.max_new_tokens, version=version,
+        )
+    except CallError as error:
+        return Completion((), (), "", error.stop, version)

@@ -39,20 +39,17 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """finish: stop | length | abort. stop_reason: the token or the text that ended it. error: what went wrong, or None."""
+    """finish: stop | length | abort. error: what went wrong, or None."""
 
     tokens: tuple[int, ...] = ()
-    logp: tuple[float, ...] = ()
+    logp: tuple[float | None, ...] = ()
     finish: str = "abort"
-    stop_reason: int | str | None = None
     error: str | None = None
 
 
 class Link(Protocol):
     context_tokens: int
-    vocabulary: int | None         # None: not known
-    logprobs: bool                 # log-probs are those of the distribution sampled from
-    publish: bool                  # takes weights
+    vocabulary: int
 
     def submit(self, id_: int, ask: Ask, settings: Settings) -> None: ...
 

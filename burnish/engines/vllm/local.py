@@ -17,8 +17,6 @@ from burnish.engines.vllm.link import Ask, Settings, Written, vllm_settings
 
 
 class Local:
-    logprobs = publish = True
-
     def __init__(self, model: str, *, dtype: str, context_tokens: int | None, seed: int, options: Mapping[str, Any]) -> None:
         if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) > 1:
             raise EngineError("the vllm engine inside of the trainer's process has one worker; use a server for more")
@@ -49,7 +47,7 @@ class Local:
         )
         try:
             self.engine.add_request(str(id_), {"prompt_token_ids": list(ask.tokens)}, params)
-        except ValueError as error:
+        except Exception as error:     # its own kind, for a token that the model does not have
             self.refused.append((id_, Written(error=f"refused: {error}")))
             return
         self.running.add(id_)
@@ -99,7 +97,7 @@ class Local:
 def _written(output: Any) -> Written:
     tokens = tuple(output.token_ids)
     logp = tuple(step[token].logprob for token, step in zip(tokens, output.logprobs, strict=False))
-    return Written(tokens, logp, output.finish_reason, output.stop_reason)
+    return Written(tokens, logp, output.finish_reason)
 
 
 @contextmanager

@@ -82,18 +82,17 @@ class Server:
         self.sockets: dict[int, HTTPConnection] = {}
         (model,) = self._ask("GET", "/v1/models")["data"][:1]
         self.model, self.context_tokens = model["id"], model["max_model_len"]
-        about = self._about()
-        self.logprobs = self.publish = about is not None
-        self.vocabulary = about["vocabulary"] if about is not None else None
+        self.vocabulary = self._about()["vocabulary"]
 
-    def _about(self) -> dict[str, Any] | None:
-        """What burnish's part in the workers says; None without it: nothing is known of the log-probs then, and no weights are taken."""
+    def _about(self) -> dict[str, Any]:
+        """What burnish's part in the workers says. Raises EngineError where it is not there or the log-probs are of another kind."""
         try:
             about = self._workers("burnish_about", timeout_s=60.0)[0]
-        except EngineError:
-            if self.process is not None:
-                raise
-            return None
+        except EngineError as error:
+            raise EngineError(
+                f"burnish's part is not in the workers of the server at {self.url} ({error}); start it as VllmEngine.at_url says, or use "
+                "the remote engine, which publishes no weights"
+            ) from error
         if about["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
                 f"the server at {self.url} gives {about['logprobs_mode']}, which are not those of the distribution sampled from; "
@@ -186,8 +185,6 @@ class Server:
         self.check_version(version)
 
     def check_version(self, version: int) -> None:
-        if not self.publish:
-            return
         found = {about["version"] for about in self._workers("burnish_about")}
         if found != {version}:
             raise EngineError(
@@ -338,4 +335,4 @@ def _message(answer: Any) -> str:
 def _written(answer: dict[str, Any]) -> Written:
     (choice,) = answer["choices"]
     logp = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
-    return Written(tuple(choice["token_ids"]), tuple(logp), choice["finish_reason"], choice["stop_reason"])
+    return Written(tuple(choice["token_ids"]), tuple(logp), choice["finish_reason"])
