@@ -231,6 +231,14 @@ def test_an_engine_without_the_last_weights_is_out_until_it_has_later_ones(parts
         run(pool, tokenizer)
 
 
+def test_an_engine_that_takes_weights_without_a_word_and_keeps_the_old_ones_is_out(parts, tokenizer):
+    parts[1].load = lambda *_: None
+    pool = EnginePool(parts)
+    pool.load(1)
+    assert "its weights are of version 0" in pool.out["1 (Part)"]
+    assert run(pool, tokenizer) == BACK and not parts[1].seen
+
+
 def test_an_engine_whose_weights_are_of_another_version_is_not_asked(parts, tokenizer):
     pool = EnginePool(parts)
     parts[2].version = 9
