@@ -31,11 +31,11 @@ class SglangEngine:
 
     folder: where `load` writes weights, of this engine alone and seen by the server under the same path; none: weights cannot be published.
     logprobs: SGLang tells log-probs under the temperature but before filters, so with them top_k, top_p and min_p are refused; False asks
-    for none and takes filters. The server must not run with SGLANG_RETURN_ORIGINAL_LOGPROB. The model's own end tokens always end a turn there: name those in
-    sampling.end_tokens, or such a turn is refused. weight_version: what the server calls the weights that it was started with; answers of
-    others than those of the last `load` are refused, so a server that restarted is noticed. send_seed: the seed of a request is made of its
-    stream, for a server with --enable-deterministic-inference. load_timeout_s: for the server to read weights. The rest:
-    as in Calls.
+    for none and takes filters. The server must not run with SGLANG_RETURN_ORIGINAL_LOGPROB. The model's own end tokens always end a turn
+    there: name those in sampling.end_tokens, or such a turn is refused. weight_version: what the server calls the weights that it was
+    started with; answers of others than those of the last `load` are refused, so a server that restarted is noticed. send_seed: the seed of
+    a request is made of its stream, for a server with --enable-deterministic-inference. load_timeout_s: for the server to read weights. The
+    rest: as in Calls.
     """
 
     abilities = Abilities(logprobs=True, shares_weights=False, streams=False, live=False, sampling=HONOURED - FILTERS)
