@@ -57,18 +57,23 @@ class Rollout:
     sample: int                    # n-th sample of this task in this step
     tokens: tuple[int, ...]        # [T] prompt, samples and environment replies, in order
     sampled: tuple[bool, ...]      # [T] True where the policy wrote the token
-    logp_gen: tuple[float, ...]    # [T] nats under the sampler as it sampled; 0.0 where not sampled
+    logp_gen: tuple[float, ...]    # [T] nats under the sampler as it sampled; 0.0 where not sampled; empty where it did not tell
     turns: tuple[Turn, ...]
     stop: str
     version: int                   # oldest weights that wrote any of it
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        if len(self.sampled) != n or len(self.logp_gen) != n:
+        if len(self.sampled) != n or len(self.logp_gen) not in (0, n):
             raise ValueError(
                 f"rollout of task {self.task.id}: {n} tokens, {len(self.sampled)} sampled flags, "
                 f"{len(self.logp_gen)} log-probs; the three must be equally long"
             )
+
+    @property
+    def columns(self) -> dict[str, tuple[float, ...]]:
+        """What a row of it brings: logp_gen, where it is known."""
+        return {"logp_gen": self.logp_gen} if self.logp_gen else {}
 
     @property
     def text(self) -> str:

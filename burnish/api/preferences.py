@@ -61,7 +61,7 @@ class Preferences:
         rows = []
         for pair in best_and_worst(reward, [[next(index) for _ in group.scored] for group in groups]):
             for rollout in (items[i].rollout for i in pair):
-                rows.append(Row(rollout.tokens, rollout.sampled, {"logp_gen": rollout.logp_gen}))
+                rows.append(Row(rollout.tokens, rollout.sampled, rollout.columns))
         return Batch(tuple(self._with_reference(rows)), rows_per_unit=2)
 
     # loop preference

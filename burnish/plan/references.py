@@ -300,12 +300,16 @@ def _sink(place: str, ref: Ref) -> Iterator[str]:
 
 
 def _engine(s: Settings) -> Iterator[str]:
-    """Whether the engine takes its values, and can do what the run asks of it."""
+    """Whether the engine takes its values, and its kind can do what the run asks of it."""
     problems = list(part("engine", s.engine, ENGINE_ARGS))
     yield from problems
     abilities: Abilities | None = None if problems else getattr(s.engine.load(room=ROOMS["engine"]), "abilities", None)
-    if abilities is None:
-        return
+    if abilities is not None:
+        yield from problems_of_engine(s, abilities)
+
+
+def problems_of_engine(s: Settings, abilities: Abilities) -> Iterator[str]:
+    """What the run asks of the engine that it cannot do."""
     if s.algo is not None and s.samples and not abilities.logprobs:
         yield f"engine: {s.engine.path} does not tell the log-probs of what it draws, which a policy gradient needs; use native"
     if not abilities.shares_weights and not abilities.publish:

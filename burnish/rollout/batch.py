@@ -99,7 +99,7 @@ def assemble(
         Row(
             item.rollout.tokens, item.rollout.sampled,
             {
-                "logp_gen": item.rollout.logp_gen, "adv": _cut(adv, i, item), **({"ret": _cut(ret, i, item)} if ret is not None else {}),
+                **item.rollout.columns, "adv": _cut(adv, i, item), **({"ret": _cut(ret, i, item)} if ret is not None else {}),
                 **{name: tuple(given[i]) for name, given in columns.items() if given is not None},
             },
             {"reward": float(item.reward), "version": item.rollout.version, "rollout": i}, algo,

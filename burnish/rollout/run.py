@@ -39,6 +39,7 @@ class _Episode:
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logp_gen: list[float] = field(default_factory=list)
+    knows_logp: bool = True
     turns: list[Turn] = field(default_factory=list)
     stop: str | None = None        # set when the episode has ended
     version: int | None = None
@@ -53,7 +54,7 @@ class _Episode:
     def frozen(self) -> Rollout:
         return Rollout(
             task=self.task, sample=self.sample, tokens=tuple(self.tokens), sampled=tuple(self.sampled),
-            logp_gen=tuple(self.logp_gen), turns=tuple(self.turns), stop=self.stop, version=self.version or 0,
+            logp_gen=tuple(self.logp_gen) if self.knows_logp else (), turns=tuple(self.turns), stop=self.stop, version=self.version or 0,
         )
 
 
@@ -127,6 +128,7 @@ async def _turn(episode: _Episode, completion: Completion, tokenizer: Any, timeo
     if completion.stop == "error:prompt_too_long" and len(episode.turns) > 1:
         episode.stop = "context"                 # the environment's answer filled it
         return
+    episode.knows_logp &= len(completion.logp_gen) == len(completion.tokens)
     episode.add("policy", completion.tokens, completion.logp_gen, completion.text)
     episode.version = completion.version if episode.version is None else min(episode.version, completion.version)
     if completion.stop.startswith("error:") or completion.stop == "context":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from parts import can_compile, engine_of, state_of
 
-from burnish.config import Sampling
+from burnish.config import Lora, Sampling
 from burnish.engines import Request
 from burnish.engines.base import EngineError
 from burnish.engines.native.drafts import Lookup, Payoff
@@ -51,6 +51,21 @@ def test_the_compiled_step_is_the_torch_step(make_tiny, name):
     sampling = Sampling(max_new_tokens=40, top_p=0.95, temperature=0.8)
     asked = some(9, prompt_tokens=37, new=40)
     near(engine_of(loaded, compiled=True).generate(asked, sampling), engine_of(loaded, compiled=False).generate(asked, sampling))
+
+
+@compiled
+def test_an_adapter_is_sampled_with(make_tiny):
+    pytest.importorskip("peft")
+    loaded = make_tiny("llama", lora=Lora(rank=4, alpha=16.0))
+    asked, sampling = some(4), Sampling(max_new_tokens=12, banned_tokens=("<end>",))
+    plain = engine_of(loaded, compiled=True).generate(asked, sampling)
+    with torch.no_grad():
+        for name, p in loaded.module.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    fast = engine_of(loaded, compiled=True).generate(asked, sampling)
+    near(fast, engine_of(loaded, compiled=False).generate(asked, sampling))
+    assert [c.logp_gen for c in plain] != [c.logp_gen for c in fast]
 
 
 @compiled
@@ -387,11 +402,11 @@ def test_guessing_stops_where_it_does_not_pay():
 
 
 def test_guesses_that_cannot_keep_the_bits_are_refused(tiny_llama):
-    with pytest.raises(EngineError, match="drafts: always changes the last bits"):
+    with pytest.raises(EngineError, match=r"drafts: always changes the last bits"):
         engine_of(tiny_llama, compiled=False, drafts="always")
-    with pytest.raises(EngineError, match="engine.drafts is one of auto, always, never; found 'x'"):
+    with pytest.raises(EngineError, match=r"engine\.drafts is one of auto, always, never; found 'x'"):
         engine_of(tiny_llama, drafts="x")
-    with pytest.raises(EngineError, match="engine.slots is 0"):
+    with pytest.raises(EngineError, match=r"engine\.slots is 0"):
         engine_of(tiny_llama, slots=0)
 
 

@@ -72,6 +72,7 @@ class NativeEngine:
         self.scheduler: Scheduler | None = None
         self.open: Stream | None = None
         self.lock = threading.RLock()
+        self.rules: dict[int, tuple[Sampling, _Rules]] = {}
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """The weights are those of `version` from the next step on. Prefixes of earlier versions are forgotten. `weights` are copied
@@ -101,6 +102,15 @@ class NativeEngine:
                 if progress:
                     progress(len(done), len(ids))
         return [done[i] for i in ids]
+
+    def rules_of(self, sampling: Sampling) -> _Rules:
+        """Made once for each object, since a guide takes a while."""
+        key = id(sampling)
+        if key not in self.rules:
+            if len(self.rules) > 256:
+                self.rules.clear()
+            self.rules[key] = sampling, _Rules(self, sampling)      # the object is held, so that its id stays its own
+        return self.rules[key][1]
 
     def stream(self, expected: Sequence[Request] = ()) -> Stream:
         """Requests that come and go: submit, cancel, advance. `expected` sizes the cache where cache_tokens does not. One at a time."""
@@ -194,7 +204,6 @@ class Stream:
         self.engine = engine
         self.live: dict[int, Writing] = {}
         self.ready: deque[tuple[int, Completion]] = deque()
-        self.rules: dict[int, tuple[Sampling, _Rules]] = {}
         self.next_id = 0
         self.num_steps = self.num_rows = self.num_prompt_rows = self.num_guessed = self.num_stood = 0
 
@@ -217,7 +226,7 @@ class Stream:
             if what is not None:
                 self.ready.append((id_, Completion((), (), "", f"error:{what}", self.engine.version)))
                 return id_
-            s.rules = self._rules(sampling)
+            s.rules = self.engine.rules_of(sampling)
             s.guide = s.rules.guide.start() if s.rules.guide else None
             s.lookup = Lookup() if self.engine.drafts else None
             self.live[id_] = s
@@ -258,14 +267,6 @@ class Stream:
             self.num_rows += len(rows.token)
             self.num_prompt_rows += rows.num_prompt
             return ended + self._take(rows, logits)
-
-    def _rules(self, sampling: Sampling) -> _Rules:
-        key = id(sampling)
-        if key not in self.rules:
-            if len(self.rules) > 256:
-                self.rules.clear()
-            self.rules[key] = sampling, _Rules(self.engine, sampling)      # held, so that the id stays its own
-        return self.rules[key][1]
 
     def _guesser(self) -> Callable[[Writing, int], tuple[int, ...]] | None:
         engine = self.engine

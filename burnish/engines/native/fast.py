@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class FastRunner:
         for i, layer in enumerate(body.layers):
             attention, mlp = layer.self_attn, layer.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            tiles = [part.weight.detach().view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj)]
+            tiles = [_weight(part).view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj)]
             bias = None
             if projections[0].bias is not None:
                 bias = self._keep(f"{i}.bias", torch.cat([p.bias.detach() for p in projections]).float())
@@ -67,10 +68,10 @@ class FastRunner:
                 self._keep(f"{i}.norm{n}", norm.weight) if norm is not None else None for n, norm in enumerate(norms)
             )
             layers[i] = _Layer(
-                self._pack(f"{i}.qkv", torch.cat([p.weight.detach() for p in projections])),
-                self._pack(f"{i}.o", attention.o_proj.weight.detach()),
+                self._pack(f"{i}.qkv", torch.cat([_weight(p) for p in projections])),
+                self._pack(f"{i}.o", _weight(attention.o_proj)),
                 self._pack(f"{i}.gate_up", torch.stack(tiles, 1).reshape(-1, config.hidden_size)),
-                self._pack(f"{i}.down", mlp.down_proj.weight.detach()),
+                self._pack(f"{i}.down", _weight(mlp.down_proj)),
                 norm1, norm2, bias, q_norm, k_norm,
             )
         if not hasattr(self, "cos"):
@@ -83,7 +84,8 @@ class FastRunner:
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
             config.intermediate_size, config.vocab_size, getattr(config, "sliding_window", None) or 0, self.threads,
             int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, 1.0, layers,
-            self._keep("embed", body.embed_tokens.weight), self._keep("norm", body.norm.weight), self._pack("head", self.policy.head.weight.detach()),
+            self._keep("embed", body.embed_tokens.weight), self._keep("norm", body.norm.weight),
+            self._pack("head", _weight(self.policy.head)),
             self.cos.data_ptr(), self.sin.data_ptr(),
         )
 
@@ -108,6 +110,16 @@ class FastRunner:
             ctypes.c_void_p(self.work.data_ptr()), ctypes.c_void_p(logits.data_ptr()), _at(rows.last), len(rows.last),
         )
         return logits
+
+    def products(self, num_rows: int) -> float:
+        """Seconds that the matrix products of one step of so many rows take by themselves, for measuring."""
+        rows = max(num_rows, 1)
+        logits, work = torch.empty(rows, self.config.vocab_size), torch.zeros(rows * 8 * self.config.intermediate_size, dtype=self.dtype)
+        began = time.perf_counter()
+        self.library.burnish_products(
+            ctypes.byref(self.model), rows, ctypes.c_void_p(work.data_ptr()), ctypes.c_void_p(logits.data_ptr())
+        )
+        return time.perf_counter() - began
 
     def copy_page(self, source: int, target: int) -> None:
         self.library.burnish_copy_page(
@@ -160,6 +172,15 @@ def _grown(old: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype) 
     return new
 
 
+def _weight(linear: nn.Module) -> Tensor:
+    """Of a linear map, with its LoRA adapter added in where it has one."""
+    weight = linear.weight.detach()
+    for adapter in getattr(linear, "active_adapters", ()):
+        if adapter in linear.lora_A:
+            weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
+    return weight
+
+
 def _at(values: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(values.ctypes.data)
 
@@ -171,8 +192,6 @@ def _head_dim(config: Any) -> int:
 def _check(policy: Policy) -> None:
     """Raises Unsuited with the reason."""
     config = policy.config
-    if policy.has_adapter:
-        raise Unsuited("the model has an adapter")
     if config.model_type not in MODEL_TYPES:
         raise Unsuited(f"{config.model_type} is none of {', '.join(MODEL_TYPES)}")
     if policy.device.type != "cpu":
@@ -193,6 +212,15 @@ def _check(policy: Policy) -> None:
     if len(kinds) > 1 or (getattr(config, "no_rope_layers", None) and not all(config.no_rope_layers)):
         raise Unsuited("its layers are not all of one kind")
     for layer in policy.body.layers:
-        linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
-        if len(linear) != 7 or any(m.bias is not None for m in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)):
-            raise Unsuited("a layer has other linear maps or biases than those of the Llama family")
+        names = *(f"self_attn.{n}_proj" for n in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+        parts = [layer.get_submodule(name) for name in names]
+        plain = [getattr(part, "base_layer", part) for part in parts]
+        known = {id(m) for part in parts for m in part.modules()}
+        if any(isinstance(m, nn.Linear) and id(m) not in known for m in layer.modules()) or any(type(m) is not nn.Linear for m in plain):
+            raise Unsuited("a layer has other linear maps than the seven of the Llama family")
+        if any(m.bias is not None for m in plain[3:]):
+            raise Unsuited("a layer has biases elsewhere than on queries, keys and values")
+        if any(getattr(part, "lora_variant", None) or any(getattr(part, "lora_bias", {}).values()) for part in parts):
+            raise Unsuited("its adapter is more than the product of two matrices added to a third")
+    if type(policy.body.embed_tokens) is not nn.Embedding or type(policy.head) is not nn.Linear:
+        raise Unsuited("its embedding or head has an adapter")

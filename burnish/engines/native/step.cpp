@@ -444,6 +444,30 @@ template <class T> void pack(const T* w, int out, int in, T* to, int from, int u
   }
 }
 
+template <class T>
+void products(const Model& m, int rows, T* work, float* logits) {
+  struct P { const Model& m; int rows; T* x; float* logits; Barrier barrier; } p{m, rows, work, logits, {m.threads}};
+  together(m.threads, [](void* arg, int id) {
+    P& p = *(P*)arg; const Model& m = p.m; int n = m.threads, a, b;
+    int qw = m.heads * m.head_dim, all = qw + 2 * m.kv_heads * m.head_dim;
+    T* y = p.x + int64_t(p.rows) * std::max(m.inner, std::max(m.width, qw));
+    auto keep = [&](int64_t ld) { return [=](int r, int t, __m512 v) { Kind<T>::store(y + r * ld + t * 16, v); }; };
+    auto go = [&](const void* w, int in, int tiles) {
+      Step<T>::share(tiles, id, n, a, b);
+      product<T>(p.rows, p.x, in, (const T*)w, in, nullptr, a, b, keep(int64_t(tiles) * 16));
+      p.barrier.wait();
+    };
+    for (int l = 0; l < m.layers; ++l) {
+      const Layer& L = m.layer[l];
+      go(L.qkv, m.width, all / 16); go(L.o, qw, m.width / 16); go(L.gate_up, m.width, m.inner / 8); go(L.down, m.inner, m.width / 16);
+    }
+    Step<T>::share((m.vocab + 15) / 16, id, n, a, b);
+    product<T>(p.rows, p.x, m.width, (const T*)m.head, m.width, nullptr, a, b, [&](int r, int t, __m512 v) {
+      if (t * 16 + 16 <= m.vocab) _mm512_storeu_ps(p.logits + int64_t(r) * m.vocab + t * 16, v);
+    });
+  }, &p);
+}
+
 struct Draw {
   const float* logits; int vocab; float temperature; int top_k; float top_p, min_p; const double* uniform; int32_t* token; float* logp; int rows, threads;
 
@@ -578,21 +602,6 @@ void burnish_copy_page(const Model* m, void* keys, void* values, int64_t num_pag
 }
 // the products alone, for measuring: each of the model's shapes once over `rows` rows
 void burnish_products(const Model* m, int rows, void* work, float* logits) {
-  struct P { const Model& m; int rows; bf16* x; float* logits; Barrier barrier; } p{*m, rows, (bf16*)work, logits, {m->threads}};
-  together(m->threads, [](void* arg, int id) {
-    P& p = *(P*)arg; const Model& m = p.m; int n = m.threads, a, b;
-    int qw = m.heads * m.head_dim, all = qw + 2 * m.kv_heads * m.head_dim;
-    bf16* y = p.x + int64_t(p.rows) * std::max(m.inner, std::max(m.width, qw));
-    auto keep = [&](int64_t ld) { return [=](int r, int t, __m512 v) { down16(y + r * ld + t * 16, v); }; };
-    for (int l = 0; l < m.layers; ++l) {
-      const Layer& L = m.layer[l];
-      Step<bf16>::share(all / 16, id, n, a, b); product<bf16>(p.rows, p.x, m.width, (const bf16*)L.qkv, m.width, nullptr, a, b, keep(all)); p.barrier.wait();
-      Step<bf16>::share(m.width / 16, id, n, a, b); product<bf16>(p.rows, p.x, qw, (const bf16*)L.o, qw, nullptr, a, b, keep(m.width)); p.barrier.wait();
-      Step<bf16>::share(m.inner / 8, id, n, a, b); product<bf16>(p.rows, p.x, m.width, (const bf16*)L.gate_up, m.width, nullptr, a, b, keep(2 * m.inner)); p.barrier.wait();
-      Step<bf16>::share(m.width / 16, id, n, a, b); product<bf16>(p.rows, p.x, m.inner, (const bf16*)L.down, m.inner, nullptr, a, b, keep(m.width)); p.barrier.wait();
-    }
-    Step<bf16>::share((m.vocab + 15) / 16, id, n, a, b);
-    product<bf16>(p.rows, p.x, m.width, (const bf16*)m.head, m.width, nullptr, a, b, [&](int r, int t, __m512 v) { _mm512_storeu_ps(p.logits + int64_t(r) * m.vocab + t * 16, v); });
-  }, &p);
+  if (m->is_bf16) products(*m, rows, (bf16*)work, logits); else products(*m, rows, (float*)work, logits);
 }
 }
