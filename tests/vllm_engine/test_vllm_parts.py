@@ -90,7 +90,7 @@ class Plain:
     """A server that says what it is told to; `hold` keeps completions waiting, and then /health too."""
 
     def __init__(self, workers, completion=None, *, hold=False):
-        self.release = threading.Event()
+        self.release, self.forgets = threading.Event(), True
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -113,6 +113,8 @@ class Plain:
                     if hold:
                         stand_in.release.wait()
                     return self.answer(completion)
+                if self.path == "/reset_prefix_cache":
+                    return self.answer({"success": stand_in.forgets})
                 if workers is None:
                     return self.answer({"detail": "Not Found"}, 404)
                 return self.answer({"results": [workers]})
@@ -162,6 +164,17 @@ def test_answers_become_completions(open_, tokenizer, choice, stop, tokens):
     engine = open_(VllmEngine.at_url(open_(Plain(ABOUT, completion)).url, tokenizer))
     (done,) = engine.generate([Request((9,), 1, 3)], Sampling(max_new_tokens=3))
     assert done.stop.startswith(stop) and done.tokens == tokens and len(done.logp_gen) == len(tokens)
+
+
+def test_a_load_that_the_server_does_not_confirm_is_an_error(open_, tokenizer, tensors, tmp_path):
+    stand_in = open_(Plain(ABOUT | {"error": None}))
+    engine = open_(VllmEngine.at_url(stand_in.url, tokenizer, weights_dir=tmp_path))
+    with pytest.raises(EngineError, match=r"of version \[0\], not 5"):
+        engine.load(5, tensors.items())
+    stand_in.forgets = False
+    with pytest.raises(EngineError, match="did not forget the prefixes"):
+        engine.load(5, tensors.items())
+    assert engine.version == 0 and list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_does_not_answer_any_more_ends_the_call(open_, tokenizer, monkeypatch):

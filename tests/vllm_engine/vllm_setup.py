@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def running(make_sharp, folder_of):
         if kind not in made:
             name, make = {"local": ("llama_tied", VllmEngine.in_process), "server": ("llama", VllmEngine.start_server)}[kind]
             loaded = make_sharp(name)
-            made[kind] = make(str(folder_of(name)), loaded.tokenizer, **VALUES), loaded
+            made[kind] = make(str(folder := folder_of(name)), loaded.tokenizer, **VALUES), loaded
+            shutil.rmtree(folder)          # is read at the start only
         return made[kind]
 
     yield get

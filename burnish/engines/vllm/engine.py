@@ -26,7 +26,6 @@ BIAS = 100.0
 
 HONOURED = frozenset({
     "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "end_tokens", "logit_bias", "banned_tokens", "repetition_penalty",
-    "also_in_training",
 })
 
 Asked = tuple[Request, Sampling, Stops]

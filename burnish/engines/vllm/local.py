@@ -35,6 +35,7 @@ class Local:
         self.engine = self.llm.llm_engine
         self.context_tokens = self.engine.model_config.max_model_len
         self.vocabulary = self.engine.model_config.get_vocab_size()
+        self.llm.collective_rpc("burnish_about")
         self.running: set[int] = set()
         self.refused: list[tuple[int, Written]] = []
 

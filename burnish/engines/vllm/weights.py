@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -74,8 +75,9 @@ def fitted(weights: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -
     return kept
 
 
-def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """Names and shapes of the tensors in a model's folder, from the heads of its files."""
+def shapes_in(model: str) -> dict[str, list[int]]:
+    """Names and shapes of a model's tensors, from the heads of its files: in a folder, or in the hub's cache."""
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, local_files_only=True))
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -25,8 +25,11 @@ TORN = -1
 class WeightsFromTrainer:
     burnish_version: int | None = 0        # TORN: a load broke off, the weights are neither the old nor the new
     burnish_ready: tuple[int, dict[str, Tensor]] | None = None
+    burnish_shapes: dict[str, list[int]] | None = None
 
     def burnish_about(self) -> dict[str, Any]:
+        """Called before the first load, while the model's folder is still there."""
+        self.burnish_shapes = self.burnish_shapes or weights.shapes_in(self.vllm_config.model_config.model)
         config = self.vllm_config.model_config
         return {
             "version": self.burnish_version, "logprobs_mode": str(config.logprobs_mode), "context_tokens": config.max_model_len,
@@ -44,9 +47,8 @@ class WeightsFromTrainer:
     def burnish_prepare(self, tensors: Mapping[str, Tensor], version: str) -> dict[str, Any]:
         """As burnish_read, with weights of the same process."""
         self.burnish_ready = None
-        folder = Path(self.vllm_config.model_config.model)
         try:
-            kept = weights.fitted(tensors, weights.shapes_in(folder)) if folder.is_dir() else dict(tensors)
+            kept = weights.fitted(tensors, self.burnish_shapes)
         except weights.Damaged as error:
             return {"error": str(error)}
         self.burnish_ready = int(version), kept
