@@ -287,6 +287,18 @@ def test_a_cancelled_request_gives_what_it_has(tiny_llama):
     assert stream.so_far(id_) is None
 
 
+@pytest.mark.parametrize("way", LOOSE)
+def test_a_cancelled_request_leaves_the_prefixes_of_others_as_they_are(tiny_llama, way):
+    engine = engine_of(tiny_llama, **way)
+    (one,) = some(1, prompt_tokens=40)
+    first = engine.generate([one], PLAIN)
+    with engine.stream([one]) as stream:
+        id_ = stream.submit(one, PLAIN)
+        stream.advance()
+        stream.cancel(id_)
+    near(engine.generate([one], PLAIN), first)
+
+
 def test_higher_priority_starts_first(tiny_llama):
     engine = engine_of(tiny_llama, slots=1)
     asked = some(4)

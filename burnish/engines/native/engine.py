@@ -258,6 +258,8 @@ class Stream:
             if not self.live:
                 return ended
             engine = self.engine
+            if engine.stale:
+                engine._refresh()
             rows = engine.scheduler.next_rows(self._guesser())
             began = time.perf_counter()
             logits = engine.runner.step(rows, engine.scheduler.table)

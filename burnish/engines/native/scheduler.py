@@ -182,7 +182,7 @@ class Scheduler:
             self.running.remove(sequence)
             self.free_slots.append(sequence.slot)
             for page in sequence.pages if clear else ():
-                if self.pages.holders[page] == 1:
+                if self.pages.holders[page] == 1 and page not in self.pages.key_of:
                     self.clear_page(page)
             self._give_back(sequence)
 
