@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -84,6 +85,20 @@ def test_a_later_turn_draws_other_numbers_than_an_earlier_one():
     seeds = [_seed(Request((1,) * n, stream, 1)) for n in (1, 2, 3) for stream in (0, 1, 2**64 - 1)]
     assert len(set(seeds)) == 9
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_log_is_told_by_its_first_errors_and_its_end():
+    process = server.Process([sys.executable, "-c", "raise SystemExit(3)"], {})
+    process.popen.wait()
+    process.log.write_text("\n".join(
+        ["(Worker) ERROR [a.py:1] RuntimeError: head_dim=16", "(Core) ERROR [b.py:2] RuntimeError: head_dim=16",
+         "(API) ERROR [c.py:3] x.y.DeadError: see above", *(f"line {n}" for n in range(30))]
+    ))
+    told = process.told().splitlines()
+    assert told[:4] == ["the errors in its log:", "RuntimeError: head_dim=16", "x.y.DeadError: see above", "the end of its log:"]
+    assert told[4:] == [f"line {n}" for n in range(10, 30)]
+    process.end()
+    assert process.last_line() == ""
 
 
 class Plain:

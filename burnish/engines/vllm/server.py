@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -30,6 +31,8 @@ from burnish.engines.vllm.link import Ask, Settings, Written, vllm_settings
 from burnish.engines.vllm.worker import OWNER
 
 TAIL_LINES = 20
+MOST_ERRORS = 5
+ERROR_LINE = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .*)")
 LOOK_EVERY_S = 1.0
 HEALTH_EVERY_S = 15.0
 HEALTH_TRIES = 4
@@ -48,9 +51,17 @@ class Process:
             )
         atexit.register(self.end)
 
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+    def last_line(self) -> str:
+        return (self._lines() or [""])[-1]
+
+    def told(self) -> str:
+        """The errors in the log, each once, the first of which is mostly the cause; and the log's end."""
+        lines = self._lines()
+        errors = dict.fromkeys(found[1] for line in lines if (found := ERROR_LINE.search(line)))
+        return "\n".join(["the errors in its log:", *list(errors)[:MOST_ERRORS], "the end of its log:", *lines[-TAIL_LINES:]])
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def end(self) -> None:
         atexit.unregister(self.end)
@@ -245,7 +256,7 @@ class Server:
 
     def _gone(self, why: str) -> EngineError:
         self.running.clear()
-        log = f"; the end of its log:\n{self.process.tail()}" if self.process is not None else ""
+        log = f"; {self.process.told()}" if self.process is not None else ""
         return EngineError(f"the vLLM server at {self.url} is gone: {why}{log}")
 
 
@@ -276,7 +287,7 @@ def _await(process: Process, port: int, *, timeout_s: float, tell: Callable[[str
     start_s = told_s = time.monotonic()
     while True:
         if (code := process.popen.poll()) is not None:
-            raise EngineError(f"the vLLM server did not start; its process ended with {code}; the end of its log:\n{process.tail()}")
+            raise EngineError(f"the vLLM server did not start; its process ended with {code}; {process.told()}")
         connection = HTTPConnection("127.0.0.1", port, timeout=5)
         try:
             if _exchange(connection, "GET", "/health", None, {})[0] == 200:
@@ -287,10 +298,10 @@ def _await(process: Process, port: int, *, timeout_s: float, tell: Callable[[str
             connection.close()
         now_s = time.monotonic()
         if now_s - start_s > timeout_s:
-            raise EngineError(f"the vLLM server did not answer within {timeout_s:g} s; the end of its log:\n{process.tail()}")
+            raise EngineError(f"the vLLM server did not answer within {timeout_s:g} s; {process.told()}")
         if now_s - told_s > 5:
             told_s = now_s
-            tell(f"vLLM server starting, {now_s - start_s:.0f} s: {process.tail(1)[:120]}")
+            tell(f"vLLM server starting, {now_s - start_s:.0f} s: {process.last_line()[:120]}")
         time.sleep(0.3)
 
 
