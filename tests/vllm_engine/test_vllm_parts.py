@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,28 @@ def test_a_load_that_the_server_does_not_confirm_is_an_error(open_, tokenizer, t
     with pytest.raises(EngineError, match="did not forget the prefixes"):
         engine.load(5, tensors.items())
     assert engine.version == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_weights_lie_in_shared_memory_where_it_has_room(monkeypatch):
+    monkeypatch.setattr(server.os, "access", lambda *_: True)
+    monkeypatch.setattr(server.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    assert server._place_for(50 << 20) == "/dev/shm"
+    assert server._place_for(60 << 20) is None
+
+
+def test_weights_that_cannot_be_written_and_a_closed_engine_are_told(open_, tokenizer, tensors, monkeypatch):
+    engine = open_(VllmEngine.at_url(open_(Plain(ABOUT)).url, tokenizer))
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(server.wire, "write", full)
+    with pytest.raises(EngineError, match=r"No space left(?s:.*)give weights_dir another folder"):
+        engine.load(1, tensors.items())
+    engine.close()
+    for call in (lambda: engine.load(1, tensors.items()), lambda: engine.generate([], Sampling())):
+        with pytest.raises(EngineError, match="was closed"):
+            call()
 
 
 def test_a_server_that_does_not_answer_any_more_ends_the_call(open_, tokenizer, monkeypatch):

@@ -44,6 +44,7 @@ class VllmEngine:
     def __init__(self, link: Link, tokenizer: Any) -> None:
         self.link, self.tokenizer = link, tokenizer
         self.version = 0
+        self.closed = False
         self.next_id = 0
         self.asked: dict[int, Asked] = {}
         self.ended: dict[int, Completion] = {}
@@ -67,8 +68,8 @@ class VllmEngine:
         """vLLM's server as a process of its own on 127.0.0.1, which ends with this one.
 
         python: an interpreter in whose environment vllm and burnish are; none: this one. tell: takes a line every few seconds of the
-        start; none: standard error. weights_dir: where weights lie on their way; none: shared memory. Raises EngineError with the end
-        of the server's log where it does not answer within start_timeout_s.
+        start; none: standard error. weights_dir: where weights lie on their way; none: shared memory, or the folder for temporary files
+        where it has no room. Raises EngineError with the server's errors where it does not answer within start_timeout_s.
         """
         from burnish.engines.vllm.server import start
 
@@ -123,6 +124,7 @@ class VllmEngine:
         """Raises EngineError for settings that are not honoured, and where vLLM's weights are not those of the last load."""
         check_sampling(self.abilities, sampling, name="vllm")
         _check_order(sampling)
+        self._check_open()
         self.link.check_version(self.version)
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
@@ -131,6 +133,7 @@ class VllmEngine:
         Requests that run end on the earlier ones first. Raises EngineError, with the earlier weights in place, where what arrives is not
         what was sent or does not fit the model; where vLLM broke off inside, it does not generate until a load succeeds.
         """
+        self._check_open()
         if weights is None:
             raise EngineError("the vllm engine has its own copy of the weights; give load the trainer's")
         while self.asked:
@@ -139,8 +142,13 @@ class VllmEngine:
         self.version = version
 
     def close(self) -> None:
+        self.closed = True
         self.link.close()
         self.asked.clear()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineError("the vllm engine was closed; make a new one")
 
     def _advance(self) -> None:
         try:

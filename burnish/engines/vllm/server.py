@@ -178,9 +178,14 @@ class Server:
             self.sockets.pop(id_).close()
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="burnish-weights-", dir=self.weights_dir or _fast_dir()))
+        tensors = dict(weights)
+        place = self.weights_dir or _place_for(sum(tensor.nbytes for tensor in tensors.values()))
+        folder = Path(tempfile.mkdtemp(prefix="burnish-weights-", dir=place))
         try:
-            wire.write(folder, version, weights)
+            try:
+                wire.write(folder, version, tensors.items())
+            except Exception as error:     # safetensors has its own kind for a full disk
+                raise EngineError(f"they cannot be written to {folder} ({error}); give weights_dir another folder") from error
             self._ask("POST", "/pause?mode=wait", timeout_s=self.load_timeout_s)
             try:
                 self._all("burnish_read", folder=str(folder), version=str(version))
@@ -322,8 +327,10 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
-def _fast_dir() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def _place_for(num_bytes: int) -> str | None:
+    """Shared memory where it has room for them, which in a container it may not; None: the folder for temporary files."""
+    shared = "/dev/shm"
+    return shared if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 1.2 * num_bytes else None
 
 
 def _exchange(connection: HTTPConnection, how: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
