@@ -69,9 +69,11 @@ class Adjustment:
     def __bool__(self) -> bool:
         return self.repetition_penalty != 1.0 or bool(self.bias or self.banned) or self.min_new_tokens > 0
 
-    def __call__(self, logits_NV: Tensor, *, before_N: Sequence[Sequence[int]], num_new_N: Sequence[int]) -> Tensor:
+    def __call__(
+        self, logits_NV: Tensor, *, before_N: Sequence[Sequence[int]], num_new_N: Sequence[int], in_place: bool = False
+    ) -> Tensor:
         """[N,V] -> [N,V]. before_N: the tokens before each row's; num_new_N: how many of them the turn has already."""
-        z, device = logits_NV, logits_NV.device
+        z, device = logits_NV if in_place else logits_NV.clone(), logits_NV.device
         if self.repetition_penalty != 1.0:
             seen = torch.zeros(z.shape, dtype=torch.bool, device=device)
             for row, before in enumerate(before_N):
@@ -79,18 +81,11 @@ class Adjustment:
             z = torch.where(seen, torch.where(z < 0, z * self.repetition_penalty, z / self.repetition_penalty), z)
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
-            added = torch.zeros(z.shape[-1], device=device)
-            added[list(ids)] = torch.tensor(values, device=device)
-            z = z + added
+            z[:, list(ids)] += torch.tensor(values, device=device)
         if self.banned:
-            barred = torch.zeros(z.shape[-1], dtype=torch.bool, device=device)
-            barred[list(self.banned)] = True
-            z = z.masked_fill(barred, NEG_INF)
-        if self.min_new_tokens and any(n < self.min_new_tokens for n in num_new_N):
-            barred = torch.zeros(z.shape[-1], dtype=torch.bool, device=device)
-            barred[list(self.end_token_ids)] = True
-            early = torch.tensor([n < self.min_new_tokens for n in num_new_N], device=device)
-            z = z.masked_fill(early[:, None] & barred, NEG_INF)
+            z[:, list(self.banned)] = NEG_INF
+        if early := [row for row, num_new in enumerate(num_new_N) if num_new < self.min_new_tokens]:
+            z[torch.tensor(early, device=device)[:, None], torch.tensor(self.end_token_ids, device=device)] = NEG_INF
         return z
 
 

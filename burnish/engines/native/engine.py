@@ -284,7 +284,8 @@ class Stream:
         for wanted in rows.wanted:
             s = wanted.sequence
             todo.append((s, wanted.guess, place))
-            todo += [(other, (), place) for other in self.engine.scheduler.share_prompt(s)]
+            if not s.logp:
+                todo += [(other, (), place) for other in self.engine.scheduler.share_prompt(s)]
             place += 1 + len(wanted.guess)
         same: dict[int, list[tuple[Writing, tuple[int, ...], int]]] = {}
         for entry in todo:
@@ -308,8 +309,10 @@ class Stream:
         if places != list(range(len(logits_LV))):
             logits_LV = logits_LV[torch.tensor(places, device=logits_LV.device)]
         if rules.adjustment:
+            penalized = rules.adjustment.repetition_penalty != 1.0
             logits_LV = rules.adjustment(
-                logits_LV, before_N=[(*s.tokens, *guess) for s, guess in owners], num_new_N=[s.num_drawn + len(g) for s, g in owners]
+                logits_LV, before_N=[(*s.tokens, *guess) for s, guess in owners] if penalized else (),
+                num_new_N=[s.num_drawn + len(guess) for s, guess in owners], in_place=True,
             )
         if rules.guide:
             logits_LV = self._guided(owners, logits_LV)
@@ -326,7 +329,7 @@ class Stream:
 
     def _write(self, s: Writing, guess: tuple[int, ...], tokens: Sequence[int], logps: Sequence[float]) -> str | None:
         """Append what was drawn, up to the first that a guess did not foresee. Why the sequence ends with it, or None."""
-        engine, first = self.engine, s.num_drawn == 0
+        engine, first = self.engine, not s.logp
         for i, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
             s.tokens.append(token)
             s.logp.append(logp)

@@ -49,6 +49,7 @@ class FastRunner:
         _check(policy)
         self.dtype, self.threads = policy.head.weight.dtype, torch.get_num_threads()
         self.packed: dict[str, Tensor] = {}
+        self.spare = torch.empty(0, dtype=self.dtype)      # memory for packed weights, taken from its beginning
         self.num_pages = 0
         self.refresh()
 
@@ -95,11 +96,14 @@ class FastRunner:
         if num_pages != self.num_pages:
             shape = config.num_hidden_layers, num_pages, config.num_key_value_heads * PAGE_TOKENS * head_dim
             held = getattr(self, "keys", None), getattr(self, "values", None)
-            self.keys, self.values = (_grown(old, shape, self.dtype) for old in held)
+            self.keys, self.values = (self._large(*shape).zero_() for _ in held)
+            for old, new in zip(held, (self.keys, self.values), strict=True):
+                if old is not None:
+                    new[:, : self.num_pages] = old
             self.num_pages = num_pages
         heads = (config.num_attention_heads * 2 + 2 * config.num_key_value_heads) * head_dim
-        self.work = torch.empty(rows * (2 * config.hidden_size + heads + config.intermediate_size) + 64, dtype=self.dtype)
-        self.logits = torch.empty(rows, config.vocab_size)
+        self.work = self._large(rows * (2 * config.hidden_size + heads + config.intermediate_size) + 64)
+        self.logits = self._large(rows, config.vocab_size, dtype=torch.float32)
 
     def step(self, rows: Rows, table: np.ndarray) -> Tensor:
         """Writes the rows into the cache and returns the logits of the last rows, which the next step writes over. -> [L,V] float32"""
@@ -113,12 +117,13 @@ class FastRunner:
 
     def products(self, num_rows: int) -> float:
         """Seconds that the matrix products of one step of so many rows take by themselves, for measuring."""
-        rows = max(num_rows, 1)
-        logits, work = torch.empty(rows, self.config.vocab_size), torch.zeros(rows * 8 * self.config.intermediate_size, dtype=self.dtype)
-        began = time.perf_counter()
-        self.library.burnish_products(
-            ctypes.byref(self.model), rows, ctypes.c_void_p(work.data_ptr()), ctypes.c_void_p(logits.data_ptr())
-        )
+        work = self._large(num_rows * 8 * self.config.intermediate_size).zero_()
+        logits = self._large(num_rows, self.config.vocab_size, dtype=torch.float32).zero_()
+        for _ in range(2):                       # the first one finds the memory cold
+            began = time.perf_counter()
+            self.library.burnish_products(
+                ctypes.byref(self.model), num_rows, ctypes.c_void_p(work.data_ptr()), ctypes.c_void_p(logits.data_ptr())
+            )
         return time.perf_counter() - began
 
     def copy_page(self, source: int, target: int) -> None:
@@ -145,11 +150,23 @@ class FastRunner:
         weight = weight.contiguous()
         out, width = weight.shape
         if name not in self.packed:
-            self.packed[name] = torch.empty(-(-out // 16) * 16 * width, dtype=weight.dtype)
+            self.packed[name] = self._take(-(-out // 16) * 16 * width)
         self.library.burnish_pack(
             ctypes.c_void_p(weight.data_ptr()), out, width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()), self.threads,
         )
         return self.packed[name].data_ptr()
+
+    def _take(self, size: int) -> Tensor:
+        if size > len(self.spare):
+            self.spare = self._large(max(size, 2**25))
+        taken, self.spare = self.spare[:size], self.spare[-(-size // 32) * 32 :]
+        return taken
+
+    def _large(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory in large pages, not yet touched."""
+        block = torch.empty(shape, dtype=dtype or self.dtype)
+        self.library.burnish_large_pages(ctypes.c_void_p(block.data_ptr()), ctypes.c_int64(block.numel() * block.element_size()))
+        return block
 
     @property
     def model_is_bf16(self) -> int:
@@ -158,18 +175,11 @@ class FastRunner:
     def _keep(self, name: str, value: Tensor) -> int:
         """A copy: what is trained on meanwhile must not be seen before it is taken over."""
         value = value.detach()
-        if name in self.packed:
-            self.packed[name].copy_(value)
-        else:
-            self.packed[name] = value.clone(memory_format=torch.contiguous_format)
+        if name not in self.packed:
+            own = value.dtype == self.dtype
+            self.packed[name] = (self._take(value.numel()) if own else torch.empty(value.numel(), dtype=value.dtype)).view(value.shape)
+        self.packed[name].copy_(value)
         return self.packed[name].data_ptr()
-
-
-def _grown(old: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    new = torch.zeros(shape, dtype=dtype)
-    if old is not None:
-        new[:, : old.shape[1]] = old
-    return new
 
 
 def _weight(linear: nn.Module) -> Tensor:

@@ -128,15 +128,17 @@ class Scheduler:
         writing = [s for s in self.running if s.filled == len(s.tokens) - 1]
         reading = [s for s in self.running if s.filled < len(s.tokens) - 1]
         for s in writing:
-            room = min(s.limit - s.num_drawn - 1, self.max_rows - len(token) - len(writing))
-            guessed = guess(s, room) if guess and room > 0 else ()
+            guessed = ()
+            if guess is not None and (room := min(s.limit - s.num_drawn - 1, self.max_rows - len(token) - len(writing))) > 0:
+                guessed = guess(s, room)
             count = 1 + len(guessed)
             last += range(len(token), len(token) + count)
             wanted.append(Wanted(s, guessed))
             token += (s.tokens[-1], *guessed)
             position += range(s.filled, s.filled + count)
             slot += [s.slot] * count
-            self._reach(s, s.filled + count)
+            if s.filled + count > len(s.pages) * PAGE_TOKENS:
+                self._reach(s, s.filled + count)
             s.filled += 1
         num_newest = len(token)
         for s in reading:
@@ -228,8 +230,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         reading = {s.request.tokens for s in self.running if s.filled < len(s.tokens) - 1}
+        kept = sum(len(self.alike.get(tokens, ())) for tokens in reading)      # slots for those that will share what is being read
         later = []
-        while self.queue and self.free_slots:
+        while self.queue and len(self.free_slots) > kept:
             entry = heapq.heappop(self.queue)
             s = entry[2]
             if not s.waiting:
@@ -238,6 +241,7 @@ class Scheduler:
                 later.append(entry)              # its pages are on their way
             elif self._start(s, shared=None):
                 reading.add(s.request.tokens)
+                kept += len(self.alike.get(s.request.tokens, ()))
             else:
                 later.append(entry)
                 break

@@ -11,6 +11,7 @@
 #include <thread>
 #include <initializer_list>
 #include <mutex>
+#include <sys/mman.h>
 #include <unistd.h>
 
 namespace {
@@ -84,14 +85,14 @@ template <> struct Kind<float> {
 
 // R rows x C tiles of 16 columns; w is packed [tile][in/K][16][K]
 template <class T, int R, int C, class Out>
-inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* ahead, Out out) {
+inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* const* ahead, Out out) {
   constexpr int K = Kind<T>::K;
   __m512 acc[R][C];
   for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
   for (int k = 0; k < in; k += K) {
     __m512 wv[C];
     for (int c = 0; c < C; ++c) wv[c] = _mm512_loadu_ps((const float*)(w + c * tile + int64_t(k) * 16));
-    _mm_prefetch(ahead + k / K * 64, _MM_HINT_T1);
+    _mm_prefetch(ahead[(k / K) >> 5] + ((k / K) & 31) * 64, _MM_HINT_T1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       if constexpr (K == 2) {
@@ -115,32 +116,42 @@ inline void block(const T* x, int64_t ldx, const T* w, int64_t tile, int in, con
 constexpr int MOST_ROWS = 13;                  // 13 rows x 2 tiles of sums, and the weights, fill the registers
 
 template <class T, int R, int C, class Out>
-inline void block_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* ahead, Out out) {
+inline void block_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, const char* const* ahead, Out out) {
   if (rows == R) block<T, R, C>(x, ldx, w, tile, in, bias, ahead, out);
   else if constexpr (R > 1) block_of<T, R - 1, C>(rows, x, ldx, w, tile, in, bias, ahead, out);
 }
 
-// blocks of rows as equal as can be: a small rest would leave most of the registers idle
+constexpr int PIECE = 2048;                    // bytes that are fetched ahead in a row
+
+// what will be needed after a product, fetched while it computes: memory is idle then
+struct Later {
+  std::vector<const char*> piece; size_t at = 0;
+  const char* next(const char* otherwise) { return at < piece.size() ? piece[at++] : otherwise; }
+};
+
+// blocks of rows as equal as can be: a small rest would leave most of the registers idle. The first C blocks fetch the next tiles
 template <class T, int C, class Out>
-inline void rows_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Out out) {
-  const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+inline void rows_of(int rows, const T* x, int64_t ldx, const T* w, int64_t tile, int in, const float* bias, Later* later, Out out) {
+  const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, pieces = (in / Kind<T>::K + 31) / 32;
+  static thread_local std::vector<const char*> ahead; ahead.resize(pieces);
   for (int i = 0, r0 = 0; i < blocks; ++i) {
     const int r1 = int64_t(rows) * (i + 1) / blocks;
-    const char* ahead = (const char*)(w + C * tile) + int64_t(std::min(i, C - 1)) * tile * sizeof(T);   // the next tiles, on their way from memory
-    block_of<T, MOST_ROWS, C>(r1 - r0, x + r0 * ldx, ldx, w, tile, in, bias, ahead, [=](int r, int c, __m512 v) { out(r0 + r, c, v); });
+    const char* next = (const char*)(w + C * tile) + int64_t(std::min(i, C - 1)) * tile * sizeof(T);
+    for (int p = 0; p < pieces; ++p) ahead[p] = i >= C && later ? later->next(next) : next + p * PIECE;
+    block_of<T, MOST_ROWS, C>(r1 - r0, x + r0 * ldx, ldx, w, tile, in, bias, ahead.data(), [=](int r, int c, __m512 v) { out(r0 + r, c, v); });
     r0 = r1;
   }
 }
 
 // y = x w^T: tiles [from, to) of 16 columns. out(row, column tile, sums)
 template <class T, class Out>
-void product(int rows, const T* x, int64_t ldx, const T* w, int in, const float* bias, int from, int to, Out out) {
+void product(int rows, const T* x, int64_t ldx, const T* w, int in, const float* bias, int from, int to, Out out, Later* later = nullptr) {
   int64_t tile = int64_t(in) * 16;
   int t = from;
   for (; t + 2 <= to; t += 2)
-    rows_of<T, 2>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, [&](int r, int c, __m512 v) { out(r, t + c, v); });
+    rows_of<T, 2>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, later, [&](int r, int c, __m512 v) { out(r, t + c, v); });
   if (t < to)
-    rows_of<T, 1>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, [&](int r, int c, __m512 v) { out(r, t + c, v); });
+    rows_of<T, 1>(rows, x, ldx, w + t * tile, tile, in, bias ? bias + t * 16 : nullptr, later, [&](int r, int c, __m512 v) { out(r, t + c, v); });
 }
 
 }  // namespace
@@ -306,6 +317,25 @@ struct Step {
     for (; g < group; ++g) attend<1>(layer, row, kv, g, score);
   }
 
+  // the pages that this thread will look at, each once where rows in turn share it
+  Later* fetch_pages(int layer, int id, Later& later) const {
+    int a, b;
+    share(rows * m.kv_heads, id, m.threads, a, b);
+    later.piece.clear(); later.at = 0;
+    const int bytes = page_size() * sizeof(T);
+    for (int r = a / m.kv_heads; r * m.kv_heads < b; ++r) {
+      const int last = position[r] / PAGE, first = m.window > 0 ? std::max(0, position[r] - m.window + 1) / PAGE : 0;
+      const int32_t* tab = table + int64_t(slot[r]) * pages;
+      for (int p = first; p <= last; ++p) {
+        if (r > 0 && p <= position[r - 1] / PAGE && table[int64_t(slot[r - 1]) * pages + p] == tab[p]) continue;
+        for (T* base : {keys, values})
+          for (int kv = 0; kv < m.kv_heads; ++kv)
+            for (int at = 0; at < bytes; at += PIECE) later.piece.push_back((const char*)page(base, layer, tab[p], kv) + at);
+      }
+    }
+    return &later;
+  }
+
   static void share(int n, int id, int of, int& from, int& to) { from = int64_t(n) * id / of; to = int64_t(n) * (id + 1) / of; }
 
   void run(int id) {
@@ -313,6 +343,8 @@ struct Step {
     const int n = m.threads, w = m.width, qw = q_width(), kw = kv_width(), all = qw + 2 * kw;
     int r0, r1, a, b;
     share(rows, id, n, r0, r1);
+    Later later;
+    std::vector<T> both(size_t(rows) * 32);      // a tile of gate and one of up
     std::vector<float> score(size_t(4) * (pages * PAGE + 16) * 2);
     for (int r = r0; r < r1; ++r) {
       memcpy(hidden + int64_t(r) * w, (const T*)m.embed + int64_t(token[r]) * w, w * sizeof(T));
@@ -322,7 +354,7 @@ struct Step {
     for (int l = 0; l < m.layers; ++l) {
       const Layer& L = m.layer[l];
       share(all / 16, id, n, a, b);
-      product<T>(rows, normed, w, (const T*)L.qkv, w, L.qkv_bias, a, b, [&](int r, int t, __m512 v) { Kind<T>::store(qkv + int64_t(r) * all + t * 16, v); });
+      product<T>(rows, normed, w, (const T*)L.qkv, w, L.qkv_bias, a, b, [&](int r, int t, __m512 v) { Kind<T>::store(qkv + int64_t(r) * all + t * 16, v); }, fetch_pages(l, id, later));
       barrier.wait();
       for (int r = r0; r < r1; ++r) {
         T* x = qkv + int64_t(r) * all;
@@ -348,15 +380,15 @@ struct Step {
       share(m.inner / 16, id, n, a, b);
       {
         const int64_t tile = int64_t(w) * 16;
+        const __m512 one = _mm512_set1_ps(1.0f);
         for (int t = a; t < b; ++t) {
-          rows_of<T, 2>(rows, normed, w, (const T*)L.gate_up + int64_t(2 * t) * tile, tile, w, nullptr, [&](int r, int c, __m512 v) {
-            v = Kind<T>::round(v);
-            T* y = act + int64_t(r) * m.inner + t * 16;
-            if (c == 0) {
-              __m512 one = _mm512_set1_ps(1.0f);
-              Kind<T>::store(y, _mm512_div_ps(v, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), v)))));
-            } else Kind<T>::store(y, _mm512_mul_ps(Kind<T>::load(y), v));
-          });
+          rows_of<T, 2>(rows, normed, w, (const T*)L.gate_up + int64_t(2 * t) * tile, tile, w, nullptr, nullptr,
+                        [&](int r, int c, __m512 v) { Kind<T>::store(both.data() + r * 32 + c * 16, v); });
+          for (int r = 0; r < rows; ++r) {
+            const __m512 gate = Kind<T>::load(both.data() + r * 32), up = Kind<T>::load(both.data() + r * 32 + 16);
+            const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+            Kind<T>::store(act + int64_t(r) * m.inner + t * 16, _mm512_mul_ps(Kind<T>::round(silu), up));
+          }
         }
       }
       barrier.wait();
@@ -590,6 +622,11 @@ void burnish_draw(int threads, const float* logits, int rows, int vocab, float t
     Step<float>::share(d.rows, id, d.threads, a, b);
     for (int r = a; r < b; ++r) d.one(r);
   }, &d);
+}
+// memory in large pages, where the system has them: a step goes through all weights, and small pages cost it a tenth of its time
+void burnish_large_pages(void* at, int64_t bytes) {
+  const uintptr_t large = uintptr_t(2) << 20, from = ((uintptr_t)at + large - 1) & ~(large - 1), to = ((uintptr_t)at + bytes) & ~(large - 1);
+  if (to > from) madvise((void*)from, to - from, MADV_HUGEPAGE);
 }
 // a page of one layer after another, of keys and of values
 void burnish_copy_page(const Model* m, void* keys, void* values, int64_t num_pages, int64_t from, int64_t to) {
