@@ -1,7 +1,7 @@
 """The tables in docs/, made from the code: `python -m docs.tables` names the pages whose tables are stale, `--write` writes them anew.
 
 A table stands between `<!-- table: KIND NAME -->` and `<!-- end -->`. Kinds: `functions` of a room of burnish.algorithms, `settings` of
-a section by its name in a recipe, `presets`.
+a section by its name in a recipe, `presets`, the values of an `engine`, and what engines can do (`abilities`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from burnish.config import Sampling
 from burnish.config.presets import PRESETS
 from burnish.config.schema import place_of, section_of
+from burnish.engines import Abilities, named
+from burnish.engines.remote import RemoteEngine
 from burnish.ref import Ref
 
 DOCS = Path(__file__).parent
@@ -147,6 +151,27 @@ def _sections(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield section, held
 
 
+# engines
+
+def _engine(name: str) -> Iterator[str]:
+    yield from _row("value", "default")
+    yield from _rule(2)
+    for value, p in _parameters(getattr(named, name)).items():
+        if value not in ("policy", "tokenizer", "context_tokens"):
+            yield from _row(f"`{value}`", "needed" if p.default is p.empty else _code(p.default))
+
+
+def _abilities() -> Iterator[str]:
+    made = {**{name: getattr(named, name) for name in named.__all__}, "remote": RemoteEngine}
+    yield from _row("", *(f"`{name}`" for name in made))
+    yield from _rule(1 + len(made))
+    for field in fields(Abilities):
+        if field.name != "sampling":
+            yield from _row(f"`{field.name}`", *("yes" if getattr(engine.abilities, field.name) else "no" for engine in made.values()))
+    for name in Sampling.model_fields:
+        yield from _row(f"`sampling.{name}`", *("yes" if name in engine.abilities.sampling else "refused" for engine in made.values()))
+
+
 # cells
 
 def _value(value: Any) -> str:
@@ -182,7 +207,9 @@ def _rule(columns: int) -> Iterator[str]:
     yield "|" + "---|" * columns
 
 
-KINDS: dict[str, Callable[..., Iterator[str]]] = {"functions": _functions, "settings": _settings, "presets": _presets}
+KINDS: dict[str, Callable[..., Iterator[str]]] = {
+    "functions": _functions, "settings": _settings, "presets": _presets, "engine": _engine, "abilities": _abilities,
+}
 
 
 def main(write: bool) -> int:

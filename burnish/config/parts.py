@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -95,8 +94,6 @@ class Sampling(Strict):
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens {self.max_new_tokens}")
         if both := [token for token in self.logit_bias if token in self.banned_tokens]:
             raise ValueError(f"{both[0]!r} stands in logit_bias and in banned_tokens; remove one")
-        if bad := [token for token, value in self.logit_bias.items() if not math.isfinite(value)]:
-            raise ValueError(f"logit_bias of {bad[0]!r} is {self.logit_bias[bad[0]]}; use a finite number, or banned_tokens")
         return self
 
     @property

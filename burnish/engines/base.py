@@ -61,6 +61,8 @@ class Engine(Protocol):
         """Completions in the order of the requests. A request that cannot run gives a Completion with stop error:<what>."""
         ...
 
+    # Abilities.live: stream(expected) -> submit(request, sampling), cancel(id), advance() -> [(id, Completion)]; see NativeEngine
+
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """From the next step on the weights are those of `version`. `weights`, by the names of the module's state_dict, are given to an
         engine that has its own copy; one that shares the trainer's takes None.

@@ -10,6 +10,7 @@ from typing import Any
 from burnish.engines.native import NativeEngine as native
 from burnish.engines.sglang import SglangEngine
 from burnish.engines.vllm import VllmEngine
+from burnish.models.export import export
 from burnish.models.policy import Policy
 
 __all__ = ["native", "sglang", "vllm"]
@@ -25,9 +26,9 @@ def vllm(
     if url is not None:
         return VllmEngine.at_url(url, tokenizer, weights_dir=weights_dir)
     dtype = str(policy.head.weight.dtype).removeprefix("torch.")
-    with tempfile.TemporaryDirectory(prefix="burnish-") as folder:      # read at its start only
-        policy.base.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    with tempfile.TemporaryDirectory(prefix="burnish-") as temporary:      # read at its start only
+        folder = f"{temporary}/model"
+        export(policy.module, tokenizer, folder, end_token_ids=(), stop=())
         if not server:
             return VllmEngine.in_process(folder, tokenizer, dtype=dtype, context_tokens=context_tokens, options=options)
         return VllmEngine.start_server(

@@ -314,8 +314,6 @@ def problems_of_engine(s: Settings, abilities: Abilities) -> Iterator[str]:
         yield f"engine: {s.engine.path} does not tell the log-probs of what it draws, which a policy gradient needs; use native"
     if not abilities.shares_weights and not abilities.publish:
         yield f"engine: {s.engine.path} takes no new weights, so it would go on sampling from the first ones; use native"
-    if not abilities.shares_weights and s.model.lora is not None:
-        yield f"engine: {s.engine.path} has its own copy of the weights and takes whole ones, not the adapter of model.lora; use native"
     used = {**({"sampling": s.sampling} if s.samples else {}), **({"evaluate.sampling": s.evaluate.sampling} if s.rewards else {})}
     for place, sampling in used.items():
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.engines.base import Engine
+from burnish.models.export import merged_state
 from burnish.models.policy import Policy
 from burnish.trainer.optim import adamw
 from burnish.trainer.precision import Weights
@@ -72,4 +73,4 @@ def make_state(
 
 def publish(state: TrainState, engine: Engine) -> None:
     """The weights as they are now are what `engine` samples from next."""
-    engine.load(state.version, None if engine.abilities.shares_weights else state.policy.module.state_dict().items())
+    engine.load(state.version, None if engine.abilities.shares_weights else merged_state(state.policy.module).items())

@@ -16,6 +16,7 @@ import burnish.algorithms
 from burnish.config.load import load_recipe
 from burnish.config.presets import PRESETS
 from burnish.config.settings import METHODS
+from burnish.engines import named
 from burnish.plan.preflight import check
 from burnish.rewards.call import read
 from docs import tables
@@ -27,7 +28,7 @@ CODE = "\n".join(re.findall(r"```.*?```|`[^`]*`", tables.TABLE.sub("", LIBRARY),
 ROOMS = [module.name for module in pkgutil.iter_modules(burnish.algorithms.__path__) if tables.functions_of(module.name)]
 SECTIONS = (
     *METHODS, "algo.kl", "algo.correction", "algo.entropy", "critic", "constraint", "preference.losses.0", "distill.teachers.0", "data",
-    "train",
+    "train", "sampling",
 )
 BLOCK = re.compile(r"(?:<!-- (\w+): ?([\w./]*) -->\n)?```(\w+)\n(.*?)```", re.S)
 BLOCKS = [(name, *m.groups("")) for name, text in PAGES.items() for m in BLOCK.finditer(text)]
@@ -67,9 +68,10 @@ def test_a_stale_table_is_found():
 
 @pytest.mark.parametrize("kind, name", [
     *(("functions", room) for room in ROOMS), *(("settings", section) for section in SECTIONS), ("presets", ""),
+    *(("engine", name) for name in named.__all__), ("abilities", ""),
 ])
 def test_each_has_its_table(kind, name):
-    assert f"<!-- table: {' '.join([kind, *filter(None, [name])])} -->" in LIBRARY
+    assert f"<!-- table: {' '.join([kind, *filter(None, [name])])} -->" in "\n".join(PAGES.values())
 
 
 @pytest.mark.parametrize("room", ROOMS)

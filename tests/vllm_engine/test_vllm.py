@@ -214,10 +214,11 @@ def test_a_request_that_vllm_refuses_is_an_error_of_its_own(pair):
 def test_requests_come_and_go_while_others_run(pair):
     engine, loaded = pair
     first, second = requests(loaded, max_new_tokens=400, texts=("abc", "12+3="))
-    stream = engine.stream(sampling := Sampling(max_new_tokens=400, end_tokens=(";",), banned_tokens=(";",)))
-    gone, stays = stream.submit(first), stream.submit(second)
+    stream = engine.stream()
+    sampling = Sampling(max_new_tokens=400, end_tokens=(";",), banned_tokens=(";",))
+    gone, stays = stream.submit(first, sampling), stream.submit(second, sampling)
     stream.cancel(gone)
-    late = stream.submit(Request(second.tokens, 5, 3))
+    late = stream.submit(Request(second.tokens, 5, 3), sampling)
     ended = {}
     while len(ended) < 2:
         ended |= dict(stream.advance())
@@ -250,13 +251,14 @@ def test_load_waits_for_the_requests_that_run(pair, make_sharp):
     engine, old = pair
     new = make_sharp("llama_tied" if old.module.config.tie_word_embeddings else "llama", seed=2)
     asked = requests(old, max_new_tokens=60, texts=("12+3=", "abc"))
-    stream = engine.stream(sampling := Sampling(max_new_tokens=60, end_tokens=(";",)))
-    ids = [stream.submit(r) for r in asked]
+    stream = engine.stream()
+    sampling = Sampling(max_new_tokens=60, end_tokens=(";",))
+    ids = [stream.submit(r, sampling) for r in asked]
     engine.load(9, state(new))
     ended = dict(stream.advance())
     assert {c.version for c in ended.values()} == {0}
     assert_scored(old, asked, [ended[i] for i in ids], sampling)
-    later = dict(stream.advance() if (id_ := stream.submit(asked[0])) is None else _until(stream, id_))
+    later = dict(stream.advance() if (id_ := stream.submit(asked[0], sampling)) is None else _until(stream, id_))
     assert later[id_].version == 9
     assert_scored(new, [asked[0]], [later[id_]], sampling)
 
@@ -379,9 +381,10 @@ def test_a_server_that_dies_ends_the_call_with_the_end_of_its_log(start_server, 
     engine = open_(start_server(tell=lines.append))
     assert lines and all("starting" in line for line in lines)
     process = engine.link.process
-    stream = engine.stream(Sampling(max_new_tokens=400, end_tokens=(";",), banned_tokens=(";",)))
+    stream = engine.stream()
+    sampling = Sampling(max_new_tokens=400, end_tokens=(";",), banned_tokens=(";",))
     for n in range(16):
-        stream.submit(Request((5, 6, 7), n, 400))
+        stream.submit(Request((5, 6, 7), n, 400), sampling)
     os.killpg(process.popen.pid, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(EngineError, match=r"is gone: (?s:.*)the end of its log:\n.*INFO"):

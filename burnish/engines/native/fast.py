@@ -60,7 +60,6 @@ class FastRunner:
         for i, layer in enumerate(body.layers):
             attention, mlp = layer.self_attn, layer.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            tiles = [_weight(part).view(-1, 16, config.hidden_size) for part in (mlp.gate_proj, mlp.up_proj)]
             bias = None
             if projections[0].bias is not None:
                 bias = self._keep(f"{i}.bias", torch.cat([p.bias.detach() for p in projections]).float())
@@ -69,9 +68,9 @@ class FastRunner:
                 self._keep(f"{i}.norm{n}", norm.weight) if norm is not None else None for n, norm in enumerate(norms)
             )
             layers[i] = _Layer(
-                self._pack(f"{i}.qkv", torch.cat([_weight(p) for p in projections])),
+                self._pack(f"{i}.qkv", *map(_weight, projections)),
                 self._pack(f"{i}.o", _weight(attention.o_proj)),
-                self._pack(f"{i}.gate_up", torch.stack(tiles, 1).reshape(-1, config.hidden_size)),
+                self._pack(f"{i}.gate_up", _weight(mlp.gate_proj), _weight(mlp.up_proj), in_turn=True),
                 self._pack(f"{i}.down", _weight(mlp.down_proj)),
                 norm1, norm2, bias, q_norm, k_norm,
             )
@@ -146,14 +145,19 @@ class FastRunner:
         )
         return token.tolist(), logp.tolist()
 
-    def _pack(self, name: str, weight: Tensor) -> int:
-        weight = weight.contiguous()
-        out, width = weight.shape
+    def _pack(self, name: str, *weights: Tensor, in_turn: bool = False) -> int:
+        """Maps of the same input side by side, or their tiles of 16 outputs in turn."""
+        width, tiles = weights[0].shape[1], [-(-len(w) // 16) for w in weights]
         if name not in self.packed:
-            self.packed[name] = self._take(-(-out // 16) * 16 * width)
-        self.library.burnish_pack(
-            ctypes.c_void_p(weight.data_ptr()), out, width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()), self.threads,
-        )
+            self.packed[name] = self._take(sum(tiles) * 16 * width)
+        first = 0
+        for i, (weight, count) in enumerate(zip(weights, tiles, strict=True)):
+            weight = weight.contiguous()
+            self.library.burnish_pack(
+                ctypes.c_void_p(weight.data_ptr()), len(weight), width, self.model_is_bf16, ctypes.c_void_p(self.packed[name].data_ptr()),
+                i if in_turn else first, len(weights) if in_turn else 1, self.threads,
+            )
+            first += count
         return self.packed[name].data_ptr()
 
     def _take(self, size: int) -> Tensor:

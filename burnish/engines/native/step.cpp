@@ -463,16 +463,16 @@ void step(const Model& m, int rows, const int32_t* token, const int32_t* positio
   together(m.threads, [](void* a, int id) { ((Step<T>*)a)->run(id); }, &s);
 }
 
-template <class T> void pack(const T* w, int out, int in, T* to, int from, int until) {
-  constexpr int K = Kind<T>::K;
+// tiles [from, until) of 16 rows of w go to tile first + t * every of `to`
+template <class T> void pack(const T* w, int out, int in, T* to, int from, int until, int first, int every) {
+  const int words = in / Kind<T>::K;           // of 32 bits in a row
+  const __m512i row = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(words));
   for (int t = from; t < until; ++t) {
-    T* p = to + int64_t(t) * in * 16;
-    for (int j = 0; j < 16; ++j) {
-      const int o = t * 16 + j;
-      const T* row = w + int64_t(o) * in;
-      for (int k = 0; k < in; k += K)
-        for (int i = 0; i < K; ++i) p[int64_t(k) * 16 + j * K + i] = o < out ? row[k + i] : T(0);
-    }
+    const int32_t* source = (const int32_t*)(w + int64_t(t) * 16 * in);
+    int32_t* target = (int32_t*)(to + int64_t(first + t * every) * in * 16);
+    const __mmask16 there = t * 16 + 16 <= out ? 0xffff : __mmask16((1u << (out - t * 16)) - 1);
+    for (int k = 0; k < words; ++k)
+      _mm512_storeu_si512(target + int64_t(k) * 16, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, row, source + k, 4));
   }
 }
 
@@ -599,12 +599,13 @@ struct Draw {
 }  // namespace
 
 extern "C" {
-void burnish_pack(const void* w, int out, int in, int is_bf16, void* to, int threads) {
-  struct P { const void* w; int out, in, is_bf16; void* to; int threads; } p{w, out, in, is_bf16, to, threads};
+void burnish_pack(const void* w, int out, int in, int is_bf16, void* to, int first, int every, int threads) {
+  struct P { const void* w; int out, in, is_bf16; void* to; int first, every, threads; } p{w, out, in, is_bf16, to, first, every, threads};
   together(threads, [](void* arg, int id) {
     P& p = *(P*)arg; int a, b;
     Step<float>::share((p.out + 15) / 16, id, p.threads, a, b);
-    if (p.is_bf16) pack<bf16>((const bf16*)p.w, p.out, p.in, (bf16*)p.to, a, b); else pack<float>((const float*)p.w, p.out, p.in, (float*)p.to, a, b);
+    if (p.is_bf16) pack<bf16>((const bf16*)p.w, p.out, p.in, (bf16*)p.to, a, b, p.first, p.every);
+    else pack<float>((const float*)p.w, p.out, p.in, (float*)p.to, a, b, p.first, p.every);
   }, &p);
 }
 void burnish_step(const Model* m, int rows, const int32_t* token, const int32_t* position, const int32_t* slot, const int32_t* table, int pages,

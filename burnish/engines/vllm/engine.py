@@ -99,12 +99,12 @@ class VllmEngine:
         self, requests: Sequence[Request], sampling: Sampling, *, progress: Callable[[int, int], None] | None = None
     ) -> list[Completion]:
         """Completions in the order of the requests; see Engine. Raises EngineError where vLLM itself is gone."""
-        stream = self.stream(sampling, requests)
+        stream = self.stream(requests)
         ids: dict[int, int] = {}
         done: dict[int, Completion] = {}
         try:
             for place in sorted(range(len(requests)), key=lambda i: -requests[i].priority):     # vLLM starts them as they come
-                ids[place] = stream.submit(requests[place])
+                ids[place] = stream.submit(requests[place], sampling)
             while len(done) < len(ids):
                 done |= dict(stream.advance())
                 if progress:
@@ -115,10 +115,9 @@ class VllmEngine:
             raise
         return [done[ids[place]] for place in range(len(requests))]
 
-    def stream(self, sampling: Sampling, expected: Sequence[Request] = ()) -> Stream:
+    def stream(self, expected: Sequence[Request] = ()) -> Stream:
         """Requests that come and go: submit, cancel, advance."""
-        self.check(sampling)
-        return Stream(self, sampling)
+        return Stream(self)
 
     def check(self, sampling: Sampling) -> None:
         """Raises EngineError for settings that are not honoured, and where vLLM's weights are not those of the last load."""
@@ -161,17 +160,24 @@ class VllmEngine:
 
 
 class Stream:
-    """One sampling's requests on an engine. `advance` waits for something to end and gives it."""
+    """Requests on an engine. `advance` waits for something to end and gives it."""
 
-    def __init__(self, engine: VllmEngine, sampling: Sampling) -> None:
-        self.engine, self.sampling, self.mine = engine, sampling, set()
-        ids = by_ids(sampling, engine.tokenizer)
-        self.stops = Stops(engine.tokenizer, end_token_ids=ids.end_tokens, stop=sampling.stop)
-        self.settings = _settings(ids, vocabulary=engine.link.vocabulary)
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine, self.mine = engine, set()
+        self.rules: dict[int, tuple[Sampling, Stops, Settings]] = {}
 
-    def submit(self, request: Request) -> int:
-        """The id by which `advance` and `cancel` speak of it. One that cannot run ends as error:<what> at the next advance."""
+    def submit(self, request: Request, sampling: Sampling) -> int:
+        """The id by which `advance` and `cancel` speak of it. One that cannot run ends as error:<what> at the next advance.
+
+        Raises EngineError as VllmEngine.check.
+        """
         engine = self.engine
+        if id(sampling) not in self.rules:
+            engine.check(sampling)
+            ids = by_ids(sampling, engine.tokenizer)
+            stops = Stops(engine.tokenizer, end_token_ids=ids.end_tokens, stop=sampling.stop)
+            self.rules[id(sampling)] = sampling, stops, _settings(ids, vocabulary=engine.link.vocabulary)
+        _, stops, settings = self.rules[id(sampling)]
         id_, engine.next_id = engine.next_id, engine.next_id + 1
         self.mine.add(id_)
         context = engine.link.context_tokens
@@ -179,8 +185,8 @@ class Stream:
             engine.ended[id_] = refused
             return id_
         most = min(request.max_new_tokens, context - len(request.tokens))
-        engine.link.submit(id_, Ask(request.tokens, most, _seed(request)), self.settings)
-        engine.asked[id_] = request, self.sampling, self.stops
+        engine.link.submit(id_, Ask(request.tokens, most, _seed(request)), settings)
+        engine.asked[id_] = request, sampling, stops
         return id_
 
     def cancel(self, id_: int) -> None:
