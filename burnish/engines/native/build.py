@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def library() -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"step-{digest}.lock"):
             if not file.is_file():
+                print(f"building the compiled step of the sampler with {compiler}, once: about 15 seconds", file=sys.stderr, flush=True)
                 _compile(compiler, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
