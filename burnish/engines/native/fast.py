@@ -43,10 +43,10 @@ class FastRunner:
     row_exact = True               # a row's numbers do not depend on the rows beside it
 
     def __init__(self, policy: Policy, *, context_tokens: int) -> None:
-        self.library = library()
-        self.policy, self.module, self.config = policy, policy.base, policy.config
-        self.context_tokens = context_tokens
         _check(policy)
+        self.library = library()
+        self.policy, self.config = policy, policy.config
+        self.context_tokens = context_tokens
         self.dtype, self.threads = policy.head.weight.dtype, torch.get_num_threads()
         self.packed: dict[str, Tensor] = {}
         self.spare = torch.empty(0, dtype=self.dtype)      # memory for packed weights, taken from its beginning
