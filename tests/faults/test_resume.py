@@ -54,7 +54,7 @@ def uninterrupted(tmp_path_factory):
 # Where a process kills itself, by the function that it is about to call for the n-th time
 MOMENTS = {
     "before the first step": ("burnish.loops.sync:sync", 1),
-    "while generating": ("burnish.engines.native.engine:NativeEngine.decode", 7),
+    "while generating": ("burnish.engines.native.engine:Stream.advance", 7),
     "while scoring": ("burnish.rewards.pool:RewardPool.score", 6),
     "between backward passes": ("burnish.trainer.precision:Weights.collect_grads", 13),
     "before the optimizer steps": ("burnish.trainer.step:_apply", 18),

@@ -44,7 +44,7 @@ class Writing:
 
     @property
     def num_drawn(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.logp)
 
     @property
     def num_pages(self) -> int:

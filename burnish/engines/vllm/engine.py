@@ -99,6 +99,7 @@ class VllmEngine:
         self, requests: Sequence[Request], sampling: Sampling, *, progress: Callable[[int, int], None] | None = None
     ) -> list[Completion]:
         """Completions in the order of the requests; see Engine. Raises EngineError where vLLM itself is gone."""
+        self.check(sampling)
         stream = self.stream(requests)
         ids: dict[int, int] = {}
         done: dict[int, Completion] = {}
