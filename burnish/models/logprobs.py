@@ -85,7 +85,7 @@ class Adjustment:
         if self.banned:
             z[:, list(self.banned)] = NEG_INF
         if early := [row for row, num_new in enumerate(num_new_N) if num_new < self.min_new_tokens]:
-            z[torch.tensor(early, device=device)[:, None], torch.tensor(self.end_token_ids, device=device)] = NEG_INF
+            z[torch.tensor(early, device=device)[:, None], torch.tensor(self.end_token_ids, dtype=torch.long, device=device)] = NEG_INF
         return z
 
 

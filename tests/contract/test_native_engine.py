@@ -358,6 +358,58 @@ def test_several_samplings_in_one_stream(tiny_llama):
         assert done[ids[i]] == engine_of(tiny_llama).generate([r], kinds[i % 3])[0]
 
 
+@pytest.mark.parametrize("way", STEPS)
+def test_several_samplings_of_one_prompt(tiny_llama, way):
+    """Their first tokens come from the same logits, which one of them may not change for the others."""
+    (one,) = some(1)
+    asked = [Request(one.tokens, n, 12) for n in range(6)]
+    kinds = [Sampling(banned_tokens=tuple(range(2, 40)), max_new_tokens=12), Sampling(max_new_tokens=12), Sampling(logit_bias={50: 9.0})]
+    engine = engine_of(tiny_llama, **way)
+    with engine.stream(asked) as stream:
+        ids = [stream.submit(r, kinds[i % 3]) for i, r in enumerate(asked)]
+        done = finish(stream)
+    for i, r in enumerate(asked):
+        assert done[ids[i]] == engine_of(tiny_llama, **way).generate([r], kinds[i % 3])[0]
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_what_cannot_run_is_told_and_hurts_nobody(tiny_llama, way):
+    engine = engine_of(tiny_llama, **way)
+    (good,) = some(1)
+    wrong = [Request((5, 999_999), 1, 3), Request((5, -1), 1, 3), Request((5,), -1, 3), Request((5,), 1, 0)]
+    done = engine.generate([*wrong, good], PLAIN)
+    assert [c.stop for c in done[:4]] == ["error:unknown_token"] * 2 + ["error:stream_beyond_64_bits", "error:no_tokens_asked"]
+    assert done[4] == engine_of(tiny_llama, **way).generate([good], PLAIN)[0]
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_closed_and_used_again_and_a_stream_that_was_left(tiny_llama, way):
+    engine = engine_of(tiny_llama, **way)
+    asked = some(6, prompt_tokens=50)
+    first = engine.generate(asked, PLAIN)
+    old = engine.stream()
+    engine.close()
+    with pytest.raises(EngineError, match="this stream was left"):
+        old.submit(asked[0], PLAIN)
+    assert engine.generate(asked[:1], PLAIN) == first[:1]
+    with pytest.raises(EngineError, match="this stream was left"):
+        old.advance()
+
+
+@compiled
+def test_a_window_is_for_the_layers_that_have_one(make_tiny):
+    loaded = make_tiny("llama")
+    loaded.module.config.sliding_window = 8
+    loaded.module.config.layer_types = ["full_attention"] * loaded.module.config.num_hidden_layers
+    asked = some(2, prompt_tokens=40)
+    near(engine_of(loaded, compiled=True).generate(asked, PLAIN), engine_of(loaded, compiled=False).generate(asked, PLAIN))
+
+
+def test_a_minimum_without_any_end_token(tiny_llama):
+    sampling = Sampling(min_new_tokens=3, end_tokens=(), stop=("a",), max_new_tokens=6)
+    assert all(len(c.tokens) > 3 for c in engine_of(tiny_llama).generate(some(4), sampling))
+
+
 def test_one_stream_at_a_time(tiny_llama):
     engine = engine_of(tiny_llama)
     with engine.stream() as stream:

@@ -97,3 +97,45 @@ def test_nothing_is_lost_nothing_is_stale_and_memory_is_flat(make_tiny, way, tot
         fresh = engine_of(loaded, slots=1, **way).generate([request], kind)[0]
         assert fresh.tokens == completion.tokens
         assert fresh.logp_gen == pytest.approx(completion.logp_gen, abs=0 if way["compiled"] else 1e-5)
+
+
+KINDS = [
+    Sampling(max_new_tokens=20), Sampling(max_new_tokens=20, top_p=0.8, temperature=0.6),
+    Sampling(max_new_tokens=20, temperature=0.0, repetition_penalty=1.3),
+    Sampling(max_new_tokens=20, min_new_tokens=5, stop=("a", "bc"), banned_tokens=("1", "2")),
+    Sampling(max_new_tokens=20, guide={"regex": "[ab1]*"}),
+]
+
+
+@pytest.mark.skipif(not can_compile(), reason="no compiled step here")
+@pytest.mark.parametrize("seed", range(150))
+def test_random_streams_in_little_room_are_as_each_request_alone(make_tiny, seed):
+    """A few prompts and samplings at once, few slots, few pages, guesses or none, some cancelled: nothing hangs, every bit is the same."""
+    loaded, rng = make_tiny("llama"), random.Random(seed)
+    engine = engine_of(
+        loaded, slots=rng.randint(1, 5), cache_tokens=16 * rng.randint(4, 14), rows_per_step=rng.choice((1, 3, 16, 64)),
+        drafts=rng.choice(("always", "never", "auto")),
+    )
+    prompts = [tuple(rng.randrange(5, 70) for _ in range(rng.randint(1, 40))) for _ in range(3)]
+    asked, done, gone, steps = {}, {}, set(), 0
+    with engine.stream() as stream:
+        while len(asked) < 14 or stream.live or stream.ready:
+            if len(asked) < 14 and rng.random() < 0.6:
+                prompt = rng.choice(prompts)
+                prompt = prompt[: rng.randint(1, len(prompt))] if rng.random() < 0.3 else prompt
+                request = Request(prompt, len(asked), rng.randint(1, 20), priority=rng.randrange(2))
+                kind = rng.choice(KINDS)
+                asked[stream.submit(request, kind)] = request, kind
+            if stream.live and rng.random() < 0.05:
+                victim = rng.choice(list(stream.live))
+                stream.cancel(victim)
+                gone.add(victim)
+            done |= dict(stream.advance())
+            steps += 1
+            assert steps < 5000
+    assert done.keys() | gone == asked.keys()
+    assert engine.scheduler.pages.promised == 0
+    alone = engine_of(loaded, slots=1, drafts="never")
+    for id_, completion in done.items():
+        if completion.stop != "error:no_room_in_cache":
+            assert completion == alone.generate([asked[id_][0]], asked[id_][1])[0]

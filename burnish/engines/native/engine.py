@@ -57,6 +57,7 @@ class NativeEngine:
         self.policy, self.tokenizer, self.context_tokens = policy, tokenizer, context_tokens
         self.slots, self.rows_per_step, self.cache_tokens = slots, rows_per_step, cache_tokens
         self.batch_invariant, self.new_weights = batch_invariant, new_weights
+        self.vocab_size = policy.config.get_text_config().vocab_size
         self.version = 0
         self.why_not_compiled: str | None = None
         self.runner = self._make_runner(compiled)
@@ -88,7 +89,10 @@ class NativeEngine:
                     self._refresh()
 
     def close(self) -> None:
-        self.scheduler = self.open = None
+        """The cache is given back. The engine can be used again."""
+        with self.lock:
+            self.scheduler = self.open = None
+            self.runner.release()
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, progress: Callable[[int, int], None] | None = None
@@ -129,7 +133,7 @@ class NativeEngine:
         if have is not None:
             slots, num_pages = max(slots, have.slots), max(num_pages, have.pages.num_pages)
         if have is None or slots > have.slots or num_pages > have.pages.num_pages:
-            self.runner.reserve(num_pages=num_pages, rows=slots + max(self.rows_per_step, self.context_tokens))
+            self.runner.reserve(num_pages=num_pages, rows=slots + 2 * self.rows_per_step + PAGE_TOKENS)
         if have is not None:
             have.grow(slots=slots, num_pages=num_pages)
             return
@@ -193,8 +197,8 @@ class _Rules:
         self.adjustment = Adjustment.of(self.sampling)
         self.guide = None
         if sampling.guide is not None:
-            vocab = engine.policy.config.get_text_config().vocab_size
-            self.guide = Guide(engine.tokenizer, vocab_size=vocab, end_token_ids=ends, **sampling.guide.model_dump(exclude_none=True))
+            kind = sampling.guide.model_dump(exclude_none=True)
+            self.guide = Guide(engine.tokenizer, vocab_size=engine.vocab_size, end_token_ids=ends, **kind)
 
 
 class Stream:
@@ -211,17 +215,29 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for id_ in list(self.live):
-            self.cancel(id_)
+        if self.engine.open is self:
+            for id_ in list(self.live):
+                self.cancel(id_)
 
     def submit(self, request: Request, sampling: Sampling) -> int:
         """The id by which `advance` and `cancel` speak of it. One that cannot run ends as error:<what> at the next advance."""
         with self.engine.lock:
+            self._check_open()
             id_, self.next_id = self.next_id, self.next_id + 1
             room = self.engine.context_tokens - len(request.tokens)
             s = Writing(id_, request, min(request.max_new_tokens, room), list(request.tokens))
-            what = "empty_prompt" if not request.tokens else "prompt_too_long" if room < 1 else "no_tokens_asked" if s.limit < 1 else None
-            if what is None and not self.engine.scheduler.fits(s):
+            what = None
+            if not request.tokens:
+                what = "empty_prompt"
+            elif not 0 <= min(request.tokens) <= max(request.tokens) < self.engine.vocab_size:
+                what = "unknown_token"
+            elif not 0 <= request.stream < 2**64:
+                what = "stream_beyond_64_bits"
+            elif room < 1:
+                what = "prompt_too_long"
+            elif s.limit < 1:
+                what = "no_tokens_asked"
+            elif not self.engine.scheduler.fits(s):
                 what = "no_room_in_cache"
             if what is not None:
                 self.ready.append((id_, Completion((), (), "", f"error:{what}", self.engine.version)))
@@ -253,6 +269,7 @@ class Stream:
     def advance(self) -> list[tuple[int, Completion]]:
         """One step of the model for all that runs."""
         with self.engine.lock:
+            self._check_open()
             ended = list(self.ready)
             self.ready.clear()
             if not self.live:
@@ -269,6 +286,10 @@ class Stream:
             self.num_rows += len(rows.token)
             self.num_prompt_rows += rows.num_prompt
             return ended + self._take(rows, logits)
+
+    def _check_open(self) -> None:
+        if self.engine.open is not self:
+            raise EngineError("this stream was left: another one was opened on its engine, or the engine was closed")
 
     def _guesser(self) -> Callable[[Writing, int], tuple[int, ...]] | None:
         engine = self.engine
@@ -292,7 +313,7 @@ class Stream:
             same.setdefault(id(entry[0].rules), []).append(entry)
         ended = []
         for entries in same.values():
-            tokens, logps = self._draw(entries, logits_LV)
+            tokens, logps = self._draw(entries, logits_LV, shared=len(same) > 1)
             at = 0
             for s, guess, _ in entries:
                 count = 1 + len(guess)
@@ -302,17 +323,21 @@ class Stream:
                     ended.append((s.id, self._completion(s, reason)))
         return ended
 
-    def _draw(self, entries: list[tuple[Writing, tuple[int, ...], int]], logits_LV: Tensor) -> tuple[list[int], list[float]]:
+    def _draw(
+        self, entries: list[tuple[Writing, tuple[int, ...], int]], logits_LV: Tensor, *, shared: bool
+    ) -> tuple[list[int], list[float]]:
+        """shared: others draw from some of these rows too, so they stay as they are."""
         rules: _Rules = entries[0][0].rules
         places = [place + i for _, guess, place in entries for i in range(1 + len(guess))]
         owners = [(s, guess[:i]) for s, guess, _ in entries for i in range(1 + len(guess))]
         if places != list(range(len(logits_LV))):
+            shared = False
             logits_LV = logits_LV[torch.tensor(places, device=logits_LV.device)]
         if rules.adjustment:
             penalized = rules.adjustment.repetition_penalty != 1.0
             logits_LV = rules.adjustment(
                 logits_LV, before_N=[(*s.tokens, *guess) for s, guess in owners] if penalized else (),
-                num_new_N=[s.num_drawn + len(guess) for s, guess in owners], in_place=True,
+                num_new_N=[s.num_drawn + len(guess) for s, guess in owners], in_place=not shared,
             )
         if rules.guide:
             logits_LV = self._guided(owners, logits_LV)

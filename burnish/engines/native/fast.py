@@ -14,6 +14,7 @@ from burnish.config import Sampling
 from burnish.engines.native.build import library
 from burnish.engines.native.pages import PAGE_TOKENS
 from burnish.engines.native.scheduler import Rows
+from burnish.engines.native.torch_runner import windows_of
 from burnish.models.policy import Policy
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -82,7 +83,7 @@ class FastRunner:
         self.layers = layers
         self.model = _Model(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
-            config.intermediate_size, config.vocab_size, getattr(config, "sliding_window", None) or 0, self.threads,
+            config.intermediate_size, config.vocab_size, next(iter(windows_of(config).values())) or 0, self.threads,
             int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, 1.0, layers,
             self._keep("embed", body.embed_tokens.weight), self._keep("norm", body.norm.weight),
             self._pack("head", _weight(self.policy.head)),
@@ -104,6 +105,11 @@ class FastRunner:
         self.work = self._large(rows * (2 * config.hidden_size + heads + config.intermediate_size) + 64)
         self.logits = self._large(rows, config.vocab_size, dtype=torch.float32)
 
+    def release(self) -> None:
+        """Give the cache back."""
+        self.num_pages = 0
+        self.keys = self.values = self.work = self.logits = None
+
     def step(self, rows: Rows, table: np.ndarray) -> Tensor:
         """Writes the rows into the cache and returns the logits of the last rows, which the next step writes over. -> [L,V] float32"""
         logits = self.logits[: len(rows.last)]
@@ -116,7 +122,9 @@ class FastRunner:
 
     def products(self, num_rows: int) -> float:
         """Seconds that the matrix products of one step of so many rows take by themselves, for measuring."""
-        work = self._large(num_rows * 8 * self.config.intermediate_size).zero_()
+        config = self.config
+        heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * _head_dim(config)
+        work = self._large(num_rows * 4 * (config.intermediate_size + config.hidden_size + heads)).zero_()
         logits = self._large(num_rows, self.config.vocab_size, dtype=torch.float32).zero_()
         for _ in range(2):                       # the first one finds the memory cold
             began = time.perf_counter()
@@ -190,7 +198,7 @@ def _weight(linear: nn.Module) -> Tensor:
     """Of a linear map, with its LoRA adapter added in where it has one."""
     weight = linear.weight.detach()
     for adapter in getattr(linear, "active_adapters", ()):
-        if adapter in linear.lora_A:
+        if adapter in linear.lora_A and adapter not in linear.merged_adapters:
             weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
     return weight
 
@@ -236,5 +244,8 @@ def _check(policy: Policy) -> None:
             raise Unsuited("a layer has biases elsewhere than on queries, keys and values")
         if any(getattr(part, "lora_variant", None) or any(getattr(part, "lora_bias", {}).values()) for part in parts):
             raise Unsuited("its adapter is more than the product of two matrices added to a third")
+    kept = [p for name, p in policy.base.named_parameters() if "lora_" not in name and "value_head" not in name]
+    if len(dtypes := {p.dtype for p in kept}) > 1:
+        raise Unsuited(f"its weights are of several kinds: {', '.join(sorted(map(str, dtypes)))}")
     if type(policy.body.embed_tokens) is not nn.Embedding or type(policy.head) is not nn.Linear:
         raise Unsuited("its embedding or head has an adapter")

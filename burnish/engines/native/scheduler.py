@@ -141,8 +141,9 @@ class Scheduler:
                 self._reach(s, s.filled + count)
             s.filled += 1
         num_newest = len(token)
+        budget = num_newest + max(self.rows_per_step - len(writing), PAGE_TOKENS)      # guesses take nothing from prompts
         for s in reading:
-            room = self.rows_per_step - len(token)
+            room = budget - len(token)
             if room <= 0 and token:
                 break
             count = len(s.tokens) - s.filled
@@ -183,9 +184,8 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self.free_slots.append(sequence.slot)
-            for page in sequence.pages if clear else ():
-                if self.pages.holders[page] == 1 and page not in self.pages.key_of:
-                    self.clear_page(page)
+            if clear:
+                self._clear(sequence)
             self._give_back(sequence)
 
     def cancel(self, sequence: Writing) -> None:
@@ -206,10 +206,16 @@ class Scheduler:
                 going_on.append(s)
                 continue
             self.free_slots.append(s.slot)
+            self._clear(s)
             self._give_back(s)
             s.filled, s.keys_of_now, s.reads_again = 0, True, s.num_drawn > 0
             self._wait(s, -math.inf)
         self.running = going_on
+
+    def _clear(self, s: Writing) -> None:
+        for page in s.pages:
+            if self.pages.holders[page] == 1 and page not in self.pages.key_of:
+                self.clear_page(page)
 
     def _wait(self, s: Writing, rank: float) -> None:
         s.waiting = True
@@ -229,7 +235,7 @@ class Scheduler:
             heapq.heapify(self.queue)
 
     def _admit(self) -> None:
-        reading = {s.request.tokens for s in self.running if s.filled < len(s.tokens) - 1}
+        reading = {s.request.tokens for s in self.running if s.filled < len(s.tokens) - 1 and not s.reads_again}
         kept = sum(len(self.alike.get(tokens, ())) for tokens in reading)      # slots for those that will share what is being read
         later = []
         while self.queue and len(self.free_slots) > kept:
@@ -240,8 +246,9 @@ class Scheduler:
             if s.request.tokens in reading and not s.reads_again:
                 later.append(entry)              # its pages are on their way
             elif self._start(s, shared=None):
-                reading.add(s.request.tokens)
-                kept += len(self.alike.get(s.request.tokens, ()))
+                if not s.reads_again:
+                    reading.add(s.request.tokens)
+                    kept += len(self.alike.get(s.request.tokens, ()))
             else:
                 later.append(entry)
                 break

@@ -85,7 +85,7 @@ class TorchRunner:
 
     def __init__(self, policy: Policy, *, batch_invariant: bool) -> None:
         self.policy, self.batch_invariant = policy, batch_invariant
-        self.windows = _windows(policy.config.get_text_config())
+        self.windows = windows_of(policy.config.get_text_config())
         self.cache: PagedCache | None = None
 
     def refresh(self) -> None:
@@ -96,6 +96,10 @@ class TorchRunner:
             self.cache = PagedCache(num_pages)
         elif self.cache.num_pages != num_pages:
             self.cache.grow(num_pages)
+
+    def release(self) -> None:
+        """Give the cache back."""
+        self.cache = None
 
     def copy_page(self, source: int, target: int) -> None:
         self.cache.copy_page(source, target)
@@ -178,7 +182,7 @@ class TorchRunner:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
-def _windows(config: Any) -> dict[str, int | None]:
+def windows_of(config: Any) -> dict[str, int | None]:
     """The kinds of attention layer of this architecture and how far back each looks."""
     if hasattr(config, "attention_types"):
         raise EngineError(f"the native engine does not know {config.model_type}'s attention_types, so its samples would be wrong")
