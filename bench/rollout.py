@@ -83,7 +83,7 @@ def run_engine(engine: NativeEngine, asked: Sequence[Request], sampling: Samplin
     assert all(len(c.tokens) == r.max_new_tokens for c, r in zip(done, asked, strict=True)), {c.stop for c in done}
 
 
-def decoding(engine: NativeEngine, asked: Sequence[Request], sampling: Sampling, *, rounds: int) -> tuple[float, float]:
+def decoding(engine: NativeEngine, asked: Sequence[Request], sampling: Sampling) -> tuple[float, float]:
     """Seconds of a step in which all sequences write, whole and its matrix products alone, measured in turn: medians."""
     whole, bare = [], []
     with engine.stream(asked) as stream:
@@ -142,7 +142,7 @@ def speed(engine: NativeEngine, module: torch.nn.Module, table: Table, args: arg
         again = 64 * NEW / min(seconds(lambda: run_engine(engine, asked, sampling)) for _ in range(2))
         table.add("  vLLM", theirs, "tokens/s")
         table.add("  burnish / vLLM", max(rate, again) / theirs, "x", goal=1.7)
-    whole, bare = decoding(engine, asked, sampling, rounds=args.rounds)
+    whole, bare = decoding(engine, asked, sampling)
     table.add("  decoding", 64 / whole, "tokens/s")
     theirs = torch_products(module, 64, rounds=args.rounds)
     table.add("  matrix products alone at 64 rows, by torch", 64 / theirs, "tokens/s")

@@ -303,8 +303,15 @@ def _engine(s: Settings) -> Iterator[str]:
     """Whether the engine takes its values, and its kind can do what the run asks of it."""
     problems = list(part("engine", s.engine, ENGINE_ARGS))
     yield from problems
-    abilities: Abilities | None = None if problems else getattr(s.engine.load(room=ROOMS["engine"]), "abilities", None)
-    if abilities is not None:
+    if problems:
+        return
+    make = s.engine.load(room=ROOMS["engine"])
+    if (check := getattr(make, "check_values", None)) is not None:
+        try:
+            check(**s.engine.values)
+        except EngineError as error:
+            yield str(error)
+    if (abilities := getattr(make, "abilities", None)) is not None:
         yield from problems_of_engine(s, abilities)
 
 

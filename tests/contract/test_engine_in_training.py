@@ -52,6 +52,10 @@ def test_samplings_that_are_refused_at_once(changes, text):
     ("changes", "text"),
     [
         ({"engine": {"ref": "native", "slot": 3}}, "did you mean 'slots'"),
+        ({"engine": {"ref": "native", "slots": 0}}, "engine.slots is a whole number from 1 on; found 0"),
+        ({"engine": {"ref": "native", "cache_tokens": "many"}}, "engine.cache_tokens is a whole number from 1 on; found 'many'"),
+        ({"engine": {"ref": "native", "drafts": "sometimes"}}, "engine.drafts is one of auto, always, never; found 'sometimes'"),
+        ({"engine": {"ref": "native", "compiled": 1}}, "engine.compiled is one of null, true, false; found 1"),
         ({"engine": "nativ"}, "did you mean 'native'"),
         ({"engine": {"ref": "vllm"}, "sampling.min_new_tokens": 1, "train.allow_in_sampling": ["min_new_tokens"]},
          "the vllm engine does not know sampling.min_new_tokens"),

@@ -8,14 +8,16 @@ import re
 
 import pytest
 import torch
+from conftest import ALPHABET
 from parts import can_compile, engine_of, state_of
 
-from burnish.config import Lora, Sampling
+from burnish.config import Lora, Model, Sampling, Scratch
 from burnish.engines import Request
 from burnish.engines.base import EngineError
 from burnish.engines.native.drafts import Lookup, Payoff
 from burnish.engines.native.pages import PAGE_TOKENS
 from burnish.engines.native.sampler import stream_key
+from burnish.models.load import load
 
 compiled = pytest.mark.skipif(not can_compile(), reason="no compiled step on this machine")
 STEPS = [pytest.param({"compiled": True}, id="compiled", marks=compiled), pytest.param({"compiled": False}, id="torch")]
@@ -51,6 +53,40 @@ def test_the_compiled_step_is_the_torch_step(make_tiny, name):
     sampling = Sampling(max_new_tokens=40, top_p=0.95, temperature=0.8)
     asked = some(9, prompt_tokens=37, new=40)
     near(engine_of(loaded, compiled=True).generate(asked, sampling), engine_of(loaded, compiled=False).generate(asked, sampling))
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [("qwen2", {}), ("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 9}), ("llama", {"head_dim": 32}),
+     ("qwen3", {"head_dim": 48, "num_key_value_heads": 4}), ("llama", {"attention_bias": True})],
+    ids=["qwen2", "mistral", "mistral-window", "llama-wide-heads", "qwen3-48", "llama-bias"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_family(model_type, extra, dtype):
+    """Biases on queries, keys and values, a window across pages, head sizes of other groups; or told that it does not go."""
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    loaded = load(Model(scratch=Scratch(alphabet=ALPHABET, model_type=model_type, config={**size, **extra})), seed=0)
+    state_of(loaded, dtype=dtype)
+    with torch.no_grad():
+        for name, p in loaded.module.named_parameters():
+            if name.endswith("bias"):
+                p.normal_(std=0.5)
+    asked = some(4, prompt_tokens=37, new=20)
+    if extra.get("attention_bias"):
+        with pytest.raises(EngineError, match="biases elsewhere than on queries, keys and values"):
+            engine_of(loaded, compiled=True)
+        return
+    sampling = Sampling(max_new_tokens=20, temperature=0.0)
+    fast, plain = (engine_of(loaded, compiled=way).generate(asked, sampling) for way in (True, False))
+    if dtype == "float32":
+        near(fast, plain)
+    draws = Sampling(max_new_tokens=20)
+    fast, plain = (engine_of(loaded, compiled=way).generate(asked, draws) for way in (True, False))
+    same = [(x, y) for x, y in zip(fast, plain, strict=True) if x.tokens == y.tokens]
+    gaps = [abs(a - b) for x, y in same for a, b in zip(x.logp_gen, y.logp_gen, strict=True)]
+    assert len(gaps) > 30
+    assert max(gaps) < (1e-5 if dtype == "float32" else 0.05)
 
 
 @compiled
@@ -470,7 +506,7 @@ def test_guesses_that_cannot_keep_the_bits_are_refused(tiny_llama):
         engine_of(tiny_llama, compiled=False, drafts="always")
     with pytest.raises(EngineError, match=r"engine\.drafts is one of auto, always, never; found 'x'"):
         engine_of(tiny_llama, drafts="x")
-    with pytest.raises(EngineError, match=r"engine\.slots is 0"):
+    with pytest.raises(EngineError, match=r"engine\.slots is a whole number from 1 on; found 0"):
         engine_of(tiny_llama, slots=0)
 
 

@@ -24,9 +24,23 @@ class NotBuilt(RuntimeError):
     """Why there is no compiled step on this machine; sampling goes through torch then."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """The library, built where it is not in the cache yet (about ten seconds). Raises NotBuilt with the reason."""
+    """The library, built where it is not in the cache yet (about fifteen seconds). Raises NotBuilt with the reason, found once."""
+    found = _found()
+    if isinstance(found, NotBuilt):
+        raise found
+    return found
+
+
+@functools.cache
+def _found() -> ctypes.CDLL | NotBuilt:
+    try:
+        return _built()
+    except NotBuilt as error:
+        return error
+
+
+def _built() -> ctypes.CDLL:
     if os.environ.get("BURNISH_NO_COMPILE"):
         raise NotBuilt("BURNISH_NO_COMPILE is set")
     flags = cpu_flags()

@@ -47,13 +47,10 @@ class NativeEngine:
         cache_tokens: int | None = None, compiled: bool | None = None, batch_invariant: bool = True,
         drafts: Literal["auto", "always", "never"] = "auto", new_weights: Literal["continue", "read_again"] = "continue",
     ) -> None:
-        choices = {"drafts": (drafts, ("auto", "always", "never")), "new_weights": (new_weights, ("continue", "read_again"))}
-        for name, (value, known) in choices.items():
-            if value not in known:
-                raise EngineError(f"engine.{name} is one of {', '.join(known)}; found {value!r}")
-        for name, number in (("slots", slots), ("rows_per_step", rows_per_step), ("cache_tokens", cache_tokens)):
-            if number is not None and number < 1:
-                raise EngineError(f"engine.{name} is {number}; use 1 or more")
+        self.check_values(
+            slots=slots, rows_per_step=rows_per_step, cache_tokens=cache_tokens, compiled=compiled, batch_invariant=batch_invariant,
+            drafts=drafts, new_weights=new_weights,
+        )
         self.policy, self.tokenizer, self.context_tokens = policy, tokenizer, context_tokens
         self.slots, self.rows_per_step, self.cache_tokens = slots, rows_per_step, cache_tokens
         self.batch_invariant, self.new_weights = batch_invariant, new_weights
@@ -74,6 +71,21 @@ class NativeEngine:
         self.open: Stream | None = None
         self.lock = threading.RLock()
         self.rules: dict[int, tuple[Sampling, _Rules]] = {}
+
+    @staticmethod
+    def check_values(**values: Any) -> None:
+        """Raises EngineError for a value that no engine of this kind takes; needs no model."""
+        choices = {
+            "drafts": ("auto", "always", "never"), "new_weights": ("continue", "read_again"), "compiled": (None, True, False),
+            "batch_invariant": (True, False),
+        }
+        for name, value in values.items():
+            known = choices.get(name)
+            if known is not None and not any(value is k or (isinstance(k, str) and value == k) for k in known):
+                names = ", ".join("null" if k is None else str(k).lower() for k in known)
+                raise EngineError(f"engine.{name} is one of {names}; found {value!r}")
+            if known is None and not (name == "cache_tokens" and value is None) and (type(value) is not int or value < 1):
+                raise EngineError(f"engine.{name} is a whole number from 1 on; found {value!r}")
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """The weights are those of `version` from the next step on. Prefixes of earlier versions are forgotten. `weights` are copied
@@ -209,7 +221,7 @@ class Stream:
         self.live: dict[int, Writing] = {}
         self.ready: deque[tuple[int, Completion]] = deque()
         self.next_id = 0
-        self.num_steps = self.num_rows = self.num_prompt_rows = self.num_guessed = self.num_stood = 0
+        self.num_steps = self.num_prompt_rows = self.num_guessed = self.num_stood = 0
 
     def __enter__(self) -> Stream:
         return self
@@ -283,7 +295,6 @@ class Stream:
             if engine.payoff is not None and not rows.num_prompt:
                 engine.payoff.saw_step(len(rows.token), time.perf_counter() - began)
             self.num_steps += 1
-            self.num_rows += len(rows.token)
             self.num_prompt_rows += rows.num_prompt
             return ended + self._take(rows, logits)
 
@@ -347,6 +358,8 @@ class Stream:
 
     def _guided(self, owners: list[tuple[Writing, tuple[int, ...]]], logits_LV: Tensor) -> Tensor:
         states = [_after(s.guide, guess) if guess else s.guide for s, guess in owners]
+        for s, _ in owners:
+            s.guide_error = ""                   # of an earlier step's row that was not reached
         allowed = np.zeros((len(states), logits_LV.shape[-1]), dtype=bool)
         for row, error in allow_all(states, allowed).items():
             owners[row][0].guide_error = str(error)

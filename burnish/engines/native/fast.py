@@ -18,7 +18,7 @@ from burnish.engines.native.torch_runner import windows_of
 from burnish.models.policy import Policy
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _PART = ("qkv", "o", "gate_up", "down", "norm1", "norm2", "qkv_bias", "q_norm", "k_norm")
 _INTS = ("layers", "width", "heads", "kv_heads", "head_dim", "inner", "vocab", "window", "threads", "is_bf16")
 
@@ -29,7 +29,7 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in ("eps", "scale", "logit_scale")),
+        *((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("layer", ctypes.POINTER(_Layer)), *((name, ctypes.c_void_p) for name in ("embed", "norm", "head", "cos", "sin")),
     ]
 
@@ -84,7 +84,7 @@ class FastRunner:
         self.model = _Model(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
             config.intermediate_size, config.vocab_size, next(iter(windows_of(config).values())) or 0, self.threads,
-            int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, 1.0, layers,
+            int(self.dtype is torch.bfloat16), config.rms_norm_eps, head_dim**-0.5, layers,
             self._keep("embed", body.embed_tokens.weight), self._keep("norm", body.norm.weight),
             self._pack("head", _weight(self.policy.head)),
             self.cos.data_ptr(), self.sin.data_ptr(),
@@ -231,7 +231,7 @@ def _check(policy: Policy) -> None:
     if config.hidden_act != "silu":
         raise Unsuited(f"its activation is {config.hidden_act}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1 or (getattr(config, "no_rope_layers", None) and not all(config.no_rope_layers)):
+    if len(kinds) > 1:
         raise Unsuited("its layers are not all of one kind")
     for layer in policy.body.layers:
         names = *(f"self_attn.{n}_proj" for n in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"

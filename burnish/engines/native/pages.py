@@ -61,10 +61,9 @@ class Pages:
         self.holders[page] += 1
         self.idle.pop(page, None)
 
-    def take(self, *, promised: bool = True) -> int:
-        """A page of one's own. With `promised` it comes out of what was promised before."""
-        if promised:
-            self.promised -= 1
+    def take(self) -> int:
+        """A page of one's own, out of what was promised before."""
+        self.promised -= 1
         if not self.free:
             page, _ = self.idle.popitem(last=False)
             self._unknow(page)
@@ -82,14 +81,14 @@ class Pages:
                 else:
                     self.free.append(page)
 
-    def learn(self, pages: Sequence[int], tokens: Sequence[int], *, start_page: int) -> None:
-        """Make the full pages from `start_page` on known, whose prefix lies in `pages`. One that is known already stays as it is."""
+    def learn(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """Make the full pages of `tokens`, which lie in `pages`, known. One that is known already stays as it is."""
         parent = 0
         for i in range(len(tokens) // PAGE_TOKENS):
             key = (parent, tuple(tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]))
             entry = self.known.get(key)
             if entry is None:
-                if i < start_page or pages[i] in self.key_of:
+                if pages[i] in self.key_of:
                     return                       # an earlier page was forgotten, so nothing can lead here
                 entry = self.known[key] = _Known(self.next_uid, pages[i])
                 self.key_of[pages[i]] = key

@@ -111,10 +111,6 @@ class Scheduler:
     def fits(self, sequence: Writing) -> bool:
         return sequence.num_pages <= min(self.pages.num_pages, self.table.shape[1])
 
-    @property
-    def idle(self) -> bool:
-        return not self.num_waiting and not self.running
-
     def next_rows(self, guess: Callable[[Writing, int], tuple[int, ...]] | None = None) -> Rows | None:
         """Rows of the next step: the newest token of each sequence that writes with what guess(sequence, most) adds, and as much of
         the prompts as there is room for. None where nothing runs.
@@ -177,7 +173,7 @@ class Scheduler:
         """Its full pages may be found by others from now on, if they are of the weights of now."""
         if not sequence.keys_of_now:
             return
-        self.pages.learn(sequence.pages, sequence.tokens[: sequence.filled], start_page=0)
+        self.pages.learn(sequence.pages, sequence.tokens[: sequence.filled])
 
     def finish(self, sequence: Writing, *, clear: bool = False) -> None:
         """Its slot and pages are free again. clear: what it wrote may not be finite, and would pass through the masks of others."""

@@ -162,7 +162,7 @@ struct Layer { const void *qkv, *o, *gate_up, *down; const void *norm1, *norm2; 
 
 struct Model {
   int32_t layers, width, heads, kv_heads, head_dim, inner, vocab, window, threads, is_bf16;
-  float eps, scale, logit_scale;
+  float eps, scale;
   const Layer* layer;
   const void *embed, *norm, *head;             // embed [vocab, width] as it is; head packed
   const float *cos, *sin;                      // [positions, head_dim], rounded where the model rounds them
@@ -408,10 +408,9 @@ struct Step {
     barrier.wait();
     const int tiles = (m.vocab + 15) / 16;
     share(tiles, id, n, a, b);
-    const __m512 ls = _mm512_set1_ps(m.logit_scale);
     product<T>(num_wanted, normed, w, (const T*)m.head, w, nullptr, a, b, [&](int r, int t, __m512 v) {
       __mmask16 in = t * 16 + 16 <= m.vocab ? 0xffff : __mmask16((1u << (m.vocab - t * 16)) - 1);
-      _mm512_mask_storeu_ps(logits + int64_t(r) * m.vocab + t * 16, in, _mm512_mul_ps(Kind<T>::round(v), ls));
+      _mm512_mask_storeu_ps(logits + int64_t(r) * m.vocab + t * 16, in, Kind<T>::round(v));
     });
   }
 };
