@@ -56,7 +56,7 @@ def _built() -> ctypes.CDLL:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"step-{digest}.lock"):
-            if not file.is_file():
+            if not _is_whole(file):              # loading a damaged one would end the process without a word
                 print(f"building the compiled step of the sampler with {compiler}, once: about 15 seconds", file=sys.stderr, flush=True)
                 _compile(compiler, file)
         return ctypes.CDLL(str(file))
@@ -83,4 +83,18 @@ def _compile(compiler: str, file: Path) -> None:
         if done.returncode:
             line = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise NotBuilt(f"{compiler} cannot build the compiled step: {line}")
+        _sum_of(file).write_text(_digest(made))
         made.replace(file)
+
+
+def _is_whole(file: Path) -> bool:
+    kept = _sum_of(file)
+    return file.is_file() and kept.is_file() and kept.read_text() == _digest(file)
+
+
+def _sum_of(file: Path) -> Path:
+    return file.with_suffix(".sum")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
